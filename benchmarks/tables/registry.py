@@ -25,11 +25,14 @@ _LINK = re.compile(r"\]\(((?:benchmarks|docs)/[^)#]+)")
 """A link in a table; tables write them relative to the repository."""
 
 Source = str | tuple[str, ...]
-"""A stored result by name, all that match a pattern with `*`, or several of both; `()` for what the package knows."""
+"""A stored result by name, of the first of `GPUS` that has one for `{gpu}`, all that match a pattern with `*`, or
+several of these; `()` for what the package knows."""
+GPUS = ("h200", "h100")
 BENCHED = ("bench_record_h200", "bench_pi0_h200", "bench_smolvla_h200", "bench_groot_h200")
 """Whole calls of each model at its published size, except π0-FAST, whose time depends on its tokens."""
 EVIDENCE = ("openpi_parity_h200", "lerobot_parity_cpu", "libero_paired", "libero_paired_smolvla")
-MODEL_RUNS = (*BENCHED, "bench_pi0_fast_h200", *EVIDENCE)
+OTHERS = tuple(f"bench_{kind}_{{gpu}}" for kind in shapes.OTHERS)
+MODEL_RUNS = (*BENCHED, "bench_pi0_fast_h200", *OTHERS, *EVIDENCE)
 PAIRED = ("libero_paired", "libero_paired_portable_int8", "libero_stress", "libero_stress_elsewhere")
 SUITES = ("libero_spatial_demo", "libero_object_demo")
 
@@ -63,6 +66,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "bench_smolvla": (bench.bench, "bench_smolvla_h200"),
     "bench_groot": (bench.bench, "bench_groot_h200"),
     "bench_pi0_fast": (bench.bench, "bench_pi0_fast_h200"),
+    "bench_others": (bench.benches, OTHERS),
     "paced": (bench.paced, "bench_pi05_alone_h200"),
     "batches": (bench.batches, "bench_pi05_batches_h200"),
     "starts": (bench.starts, "start_pi05_h200"),
@@ -101,9 +105,13 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
 
 
 def load(source: Source) -> Any:
-    """The JSON of a source: one result, or a list for a pattern and for several names. Raises FileNotFoundError."""
+    """The JSON of a source: one result, or a list for a pattern and for several names; None if no GPU has it. Raises
+    FileNotFoundError."""
     if isinstance(source, tuple):
         return [load(one) for one in source]
+    if "{gpu}" in source:
+        paths = (RESULTS / f"{source.format(gpu=gpu)}.json" for gpu in GPUS)
+        return next((json.loads(path.read_text()) for path in paths if path.is_file()), None)
     if "*" in source:
         paths = sorted(RESULTS.glob(f"{source}.json"))
         if not paths:

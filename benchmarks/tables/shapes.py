@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.memory import parameters
 from benchmarks.tables.bench import PI0_PARTS, batched, call, component_columns
-from benchmarks.tables.table import MODELS, Cell, Row, blocks, doubt, machine, machines, picture, steps_of, table
+from benchmarks.tables.table import (
+    MODELS,
+    Cell,
+    Row,
+    blocks,
+    doubt,
+    machine,
+    machines,
+    picture,
+    plural,
+    steps_of,
+    table,
+)
 from vla_accel.measure.bench import SCHEMA
 from vla_accel.measure.systems import ORDINARY_TOKENS
 
@@ -17,8 +29,8 @@ OURS = ("native-", "portable-", "triton-", "realtime-vla")
 
 
 def published(results: Sequence[Row]) -> list[Row]:
-    """The reports of published sizes, those with the most batches first; without π0-FAST, which has no loop."""
-    found = [r for r in results if r.get("schema") == SCHEMA and r["model"].get("kind") != "pi0_fast"]
+    """The reports of published sizes, those with the most batches first; of families with a denoising loop alone."""
+    found = [r for r in results if r.get("schema") == SCHEMA and "denoise" in r.get("parts", PI0_PARTS)]
     return sorted((r for r in found if "views" in r["model"]), key=lambda r: -len(r["throughput"]))
 
 
@@ -28,7 +40,7 @@ def shape_of(result: Row) -> str:
     prompt = f", prompt of {tokens} tokens" if tokens else ""
     images = f", cameras of {camera[0]} × {camera[1]}" if camera else ""
     kind = MODELS.get(model["kind"], model["kind"])
-    return f"{kind}, {model['views']} views, {model['action_horizon']} actions{prompt}{images}"
+    return f"{kind}, {plural(model['views'], 'view')}, {model['action_horizon']} actions{prompt}{images}"
 
 
 def timed_calls(results: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
@@ -153,6 +165,8 @@ def goals(results: Sequence[Row]) -> str:
 
 # -- a row a model ------------------------------------------------------------------------------------------------
 
+OTHERS = tuple(kind for kind in MODELS if kind not in ("pi05", "pi0", "smolvla", "groot", "pi0_fast"))
+"""Families whose stored run, if there is one, comes from any GPU of `registry.GPUS`."""
 BUNDLED = {"demo": "pi05", "smolvla_demo": "smolvla"}
 """The family of a bundled checkpoint."""
 
@@ -184,15 +198,15 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
     count, difference = agreement.get(kind) or (parameters(kind), None)
     bf16 = found.get("native-bf16", {})
     memory = bf16.get("memory") or {}
+    base = min((name for name in others if "eager" in name), key=lambda name: others[name]["median_ms"], default=None)
     return {
         "model": MODELS[kind],
-        "size": f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M",
-        "call": f"{model['views']} views, {model['action_horizon']} actions, {steps_of(kind, steps)}",
+        "size": _size(count),
+        "call": f"{plural(model['views'], 'view')}, {model['action_horizon']} actions, {steps_of(kind, steps)}",
         "reference": "; ".join(f"{r['median_ms']:.2f} ({n.replace('-', ', ', 1)})" for n, r in others.items()) or None,
         "ms": bf16.get("median_ms"),
-        "speedup": bf16.get("speedup"),
-        "code": " and ".join(dict.fromkeys(name.removeprefix("ours-").removesuffix("-eager") for name in others))
-        or None,
+        "speedup": others[base]["median_ms"] / bf16["median_ms"] if base and bf16 else None,
+        "code": base and base.removeprefix("ours-").partition("-eager")[0],
         "bf16": call(found.get("native-bf16")),
         "fp8": call(found.get("native-fp8")),
         "memory": memory.get("peak_running", memory["total"]) / 1e9 if memory else None,
@@ -201,12 +215,16 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
     }
 
 
-def _models(results: Iterable[Row]) -> tuple[list[Row], list[dict[str, Any]]]:
-    """The benches among the stored runs, and a row for each, completed from the other runs."""
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+
+
+def _models(results: Iterable[Row | None]) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The benches among the stored runs, and a row for each, completed from the other runs. None: no run is stored."""
     agreement: dict[str, tuple[int, str]] = {}
     played: dict[str, str] = {}
     benches = []
-    for result in results:
+    for result in filter(None, results):
         if "policies" in result:
             played |= dict(_played(result))
         elif "rows" in result:
@@ -216,23 +234,31 @@ def _models(results: Iterable[Row]) -> tuple[list[Row], list[dict[str, Any]]]:
     return benches, [_model(bench, agreement, played) for bench in benches]
 
 
-def models(results: Iterable[Row]) -> str:
+def _where(benches: Iterable[Row], described: Callable[[Row], str]) -> str:
+    return machines(((MODELS[bench["model"]["kind"]], bench) for bench in benches), described)
+
+
+def models(results: Iterable[Row | None]) -> str:
     """README's table: a row for each model, from all its stored runs."""
     benches, rows = _models(results)
-    gpus = " and ".join(dict.fromkeys(bench["hardware"]["gpu"] for bench in benches))
     return table(
         "model = {model} ({size}) | ms = {ms:.2f} | GPU memory = {memory:.1f} GB | "
         "speed-up = {speedup:.1f}× over {code} | success = {success}",
         rows,
-        f"BF16 on {gpus}, batch 1, random weights of the published size. Ms: median of a whole call, from NumPy "
-        "observation to NumPy actions. Speed-up: over the eager PyTorch code of openpi or lerobot in the same "
-        "run (eager: this package's own). Success: the small bundled checkpoint of that model in LIBERO.",
+        "BF16, batch 1, random weights of the published size. Ms: median of a whole call, from NumPy observation to "
+        "NumPy actions. Speed-up: over the faster eager PyTorch code of openpi or lerobot in the same run (eager: this "
+        "package's own). Success: the small bundled checkpoint of that model in LIBERO. "
+        f"{_where(benches, lambda bench: bench['hardware']['gpu'])}.",
     )
 
 
-def models_detail(results: Iterable[Row]) -> str:
-    """A row for each model, with sizes, both precisions and the agreement with the original code."""
+def models_detail(results: Iterable[Row | None]) -> str:
+    """A row for each model, with sizes, both precisions and the agreement with the original code; for a model without
+    a stored run a row that says so."""
     benches, rows = _models(results)
+    timed = {bench["model"]["kind"] for bench in benches}
+    absent = [kind for kind in OTHERS if kind not in timed]
+    rows += [{"model": MODELS[kind], "size": _size(parameters(kind)), "call": "not measured"} for kind in absent]
     return table(
         "model = {model} | parameters = {size} | a call = {call} | reference = {reference} | native, BF16 = {bf16} | "
         "FP8 = {fp8} | GPU memory = {memory:.1f} GB | difference in FP32 = {difference} | success = {success}",
@@ -240,7 +266,7 @@ def models_detail(results: Iterable[Row]) -> str:
         "Median ms of a whole call at the published size with random weights, and the speed-up over the reference: the "
         "original PyTorch code in the same run, or our own in eager mode. Difference in FP32: the largest difference "
         "of the final actions from the original code on equal weights. Success: of the small bundled checkpoint in "
-        f"BF16. {machines((MODELS[bench['model']['kind']], bench) for bench in benches)}.",
+        f"BF16. {_where(benches, machine)}.",
     )
 
 

@@ -219,7 +219,7 @@ def test_a_model_has_one_row_from_all_its_stored_runs() -> None:
     }
     lerobot = lerobot_report()
     played = comparison(native=libero_result(np.arange(20) > 3, WEIGHTS))
-    first, second = cells(shapes.models_detail([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
+    first, second, *_ = cells(shapes.models_detail([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
     assert first[3:] == ["60.00 (openpi, eager)", "14.00, 4.3×", "-", "-", "4.0e-06", "80.0 % of 20"]
     assert second[:2] == ["SmolVLA", "402 M"] and second[-3:] == ["1.3 GB", "2.0e-06", "-"]
     alone = cells(shapes.models_detail([smolvla]))[0]
@@ -232,6 +232,27 @@ def test_a_model_has_one_row_from_all_its_stored_runs() -> None:
     first, second = cells(shapes.models([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
     assert first == ["π0.5 (3.35 B)", "14.00", "-", "4.3× over openpi", "80.0 % of 20"]
     assert second[0] == "SmolVLA (402 M)" and second[2:] == ["1.3 GB", "4.3× over lerobot", "-"]
+
+
+def test_a_model_has_the_run_of_the_gpu_that_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And, in the detailed table, a row that says so where no GPU has one."""
+    monkeypatch.setattr(registry, "RESULTS", tmp_path)
+    for kind, gpu in (("act", "h100"), ("evo1", "h100"), ("evo1", "h200")):
+        report = bench_report(CEILINGS, "eager")
+        report["model"]["kind"], report["hardware"] = kind, {"gpu": gpu.upper()}
+        report["rows"][0]["step_ms"] = 0.5
+        (tmp_path / f"bench_{kind}_{gpu}.json").write_text(json.dumps(report))
+    assert benches.benches(registry.load(("bench_xvla_{gpu}",))) == "No run is stored.\n"
+    results = registry.load(registry.OTHERS)
+    detail, short, full = shapes.models_detail(results), shapes.models(results), benches.benches(results)
+    rows = {row[0]: row[2:5] for row in cells(detail)}
+    assert len(rows) == len(registry.OTHERS)
+    assert rows["ACT"] == ["2 views, 10 actions, one pass", "60.00 (ours, eager)", "14.00, 4.3×"]
+    assert {kind for kind, row in rows.items() if row != ["not measured", "-", "-"]} == {"ACT", "Evo-1"}
+    assert "ACT: H100, torch" in detail and "ACT: H100; Evo-1: H200." in short
+    assert [row[0] for row in cells(short)] == ["ACT (34 M)", "Evo-1 (775 M)"]
+    assert [line for line in full.splitlines() if line.startswith("### ")] == ["### ACT", "### Evo-1"]
+    assert "| a step |" in full and "a one pass" not in full
 
 
 def test_the_headline_has_the_medians_of_its_run() -> None:
