@@ -22,6 +22,7 @@ from vla_accel.cli.options import read
 from vla_accel.cli.serve import Serve, main
 from vla_accel.errors import ConfigError
 from vla_accel.remote.async_runner import AsyncRunner
+from vla_accel.server import PolicyServer, Replicas
 from vla_accel.view.live import LiveView
 
 
@@ -105,9 +106,14 @@ def test_the_ros_loop_shows_the_age_of_its_messages() -> None:
     assert view.shown.curves["age/message_ms"] == [(tick, 25.0) for tick in ticks]
 
 
-def test_several_processes_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_several_processes_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vla_accel.cli.serve.serve", lambda *_: None)
     with pytest.raises(ConfigError, match="view"):
         main(read(Serve, ["demo", "--view", f"rerun:{tmp_path}/a.rrd", "--devices", "all"], "serve"), [])
+    with pytest.raises(ConfigError, match="view"), ShownView() as view:
+        PolicyServer(Replicas(lambda _: Policy(), ("cpu",)), view=view)
     with pytest.raises(ConfigError, match="view"):
         read(Serve, ["demo", "--view", "rerun:a.mp4"], "serve")
     assert toy_command.main(["--expert", "--workers", "2", "--view", f"rerun:{tmp_path}/a.rrd"]) == 2
