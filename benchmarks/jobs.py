@@ -167,28 +167,37 @@ def families(only: str = "") -> list[Job]:
     """Whole calls of the families whose tables take a run from any GPU."""
     timed = partial(bench, only=only)
     return [
-        timed("act", "--model act --systems native-bf16,eager,lerobot-eager,lerobot-compile --steps 1 --batch 1,2,4,8 "
+        timed("act", "--model act --systems native-bf16,eager,lerobot-eager --steps 1 --batch 1,2,4,8 "
               "--calls 100 --profile", "lerobot"),
         timed("diffusion_policy", "--model diffusion_policy --systems native-bf16,native-int8-denoise,eager,"
-              "lerobot-eager,lerobot-compile --steps 100,10 --batch 1,2,4,8 --calls 50 --profile", "lerobot"),
+              "lerobot-eager --steps 10,100 --batch 1,4 --calls 50 --profile", "lerobot"),
         *(timed(model, f"--model {model} --systems native-bf16,native-fp8,eager --views 2 --steps 4 --calls 50 "
                 "--profile")
           for model in ("groot_n16", "groot_n15")),
         timed("vla_jepa", "--model vla_jepa --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 "
               "--calls 50 --profile", "lerobot"),
-        timed("evo1", "--model evo1 --systems native-bf16,native-fp8,native-int8-denoise,eager,lerobot-eager,"
-              "lerobot-compile --views 2 --steps 32,10 --batch 1,2,4 --calls 40 --profile", "lerobot"),
-        timed("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-graph "
-              "--views 2 --steps 10,3 --calls 40 --profile", "lerobot"),
-        timed("fastwam", "--model fastwam --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-compile "
-              "--views 2 --steps 10,3 --calls 40 --profile", "lerobot"),
-        timed("xvla", "--model xvla --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-eager-bf16,"
-              "lerobot-compile-bf16 --views 2 --steps 10,5,3 --batch 1,2,4 --calls 40 --profile", "lerobot"),
+        timed("evo1", "--model evo1 --systems native-bf16,native-fp8,native-int8-denoise,eager,lerobot-eager "
+              "--views 2 --steps 32,10 --batch 1,2,4 --calls 40 --profile", "lerobot"),
+        timed("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 "
+              "--steps 10,3 --calls 40 --profile", "lerobot"),
+        timed("fastwam", "--model fastwam --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 "
+              "--steps 10,3 --calls 40 --profile", "lerobot"),
+        timed("xvla", "--model xvla --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-eager-bf16 "
+              "--views 2 --steps 10,5,3 --batch 1,2,4 --calls 40 --profile", "lerobot"),
         *(timed(model, f"--model {model} --systems native-bf16,eager --views 2 --calls 50 --profile")
           for model in ("starvla_groot", "starvla_pi", "starvla_oft")),
         *(timed(name, "--model openvla_oft --systems native-bf16,native-fp8,native-int8-denoise,eager --batch 1,2 "
                 f"--views {views} --calls 50 --profile")
           for name, views in (("openvla_oft", 2), ("openvla_oft_one_view", 1))),
+        # torch.compile takes minutes, in runs of their own.
+        *(timed(f"{model}_compile", f"--model {model} --systems native-bf16,{other} {options}", "lerobot")
+          for model, other, options in (
+              ("act", "lerobot-compile", "--steps 1 --calls 100"),
+              ("diffusion_policy", "lerobot-compile", "--steps 10 --calls 50"),
+              ("evo1", "lerobot-compile", "--views 2 --steps 32 --calls 40"),
+              ("molmoact2", "lerobot-graph", "--views 2 --steps 10 --calls 40"),
+              ("fastwam", "lerobot-eager,lerobot-compile", "--views 2 --steps 10 --calls 40"),
+              ("xvla", "lerobot-compile-bf16", "--views 2 --steps 10 --calls 40"))),
     ]  # fmt: skip
 
 
