@@ -167,6 +167,20 @@ def test_settings_of_the_other_kind_of_policy_are_refused(changes: dict[str, Any
         model.open_policy({**SETTINGS, **changes})
 
 
+def test_a_servers_policy_answers_one_environment_and_several() -> None:
+    pytest.importorskip("tests.support.server_support")
+    from tests.support.server_support import local
+    from vla_accel.server import background
+
+    with background(Policy(), local()) as server:
+        adapter = Model({**SETTINGS, "ckpt_name": server.address})
+        adapter.update_obs_batch([seen(env_idx=0), seen(50.0, env_idx=1)])
+        firsts = [chunk[0]["left_arm_joint_state"][0] for chunk in adapter.get_action_batch()]
+        assert firsts == [0, 50] and len(adapter.get_action_batch([1])) == 1
+        adapter.reset()
+        adapter.policy.close()
+
+
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("batch", [False, True])
