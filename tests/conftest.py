@@ -77,6 +77,7 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def pytest_addoption(parser: pytest.Parser) -> None:
     for option, project in INTERPRETERS.items():
         parser.addoption(option, default=None, help=f"interpreter of an environment with {project} (see CONTRIBUTING)")
+    parser.addoption("--xpolicylab", default=None, help="a clone of XPolicyLab (see CONTRIBUTING)")
     parser.addoption(
         "--full-size", action="store_true", help="also build Stable Diffusion's UNet at its full size, for minutes"
     )

@@ -35,9 +35,10 @@ transforms: config
 checkpoints: config nn progress transforms
 families: checkpoints component config fp8 images kernels nn runtime transforms
 report:
-remote: transforms
+view:
+remote: transforms view
 client: remote transforms
-server: config remote transforms
+server: config remote transforms view
 policy: component config engines families fp8 kernels latency ledger machine nn remote runtime transforms
 attachment: checkpoints config families nn policy transforms
 measure: checkpoints client component config engines families fp8 kernels latency machine nn policy progress remote
@@ -45,7 +46,7 @@ measure: checkpoints client component config engines families fp8 kernels latenc
 tune: config engines fp8 kernels measure policy
 images: component config engines kernels latency ledger nn progress runtime
 cli: checkpoints config engines families images ledger machine measure nn policy progress report server transforms
-    tune
+    tune view
 __main__: cli
 """
 ALLOWED = {
@@ -64,7 +65,9 @@ EVAL_IMPORTS = {
 }
 EVAL_ALLOWED = {
     "scripts": {"checkpoints", "cli", "latency", "measure", "progress", "report"},
-    "harness": {"cli", "client", "latency", "machine", "measure", "policy", "progress", "remote", "report", "tune"},
+    "harness": {
+        *("cli", "client", "latency", "machine", "measure", "policy", "progress", "remote", "report", "tune", "view"),
+    },
     "libero": {"cli"},
     "lerobot": {"cli", "server"},
     "demo": {
@@ -76,7 +79,17 @@ EVAL_ALLOWED = {
 OPTIONAL = {
     *("PIL", "cv2", "diffusers", "flash_attn", "huggingface_hub", "imageio", "jax", "libero", "matplotlib"),
     *("modelopt", "msgpack", "mujoco", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "orbax", "playwright"),
-    *("prometheus_client", "pynvml", "ray", "robosuite", "sentencepiece", "tensorrt", "tensorrt_rtx", "tokenizers"),
+    *(
+        "prometheus_client",
+        "pynvml",
+        "ray",
+        "rerun",
+        "robosuite",
+        "sentencepiece",
+        "tensorrt",
+        "tensorrt_rtx",
+        "tokenizers",
+    ),
     *("torch_tensorrt", "transformers", "uvloop", "websockets"),
 }
 
