@@ -88,10 +88,8 @@ def load_folder(
     content = read_json(path)
     if saved := is_lerobot_config(content):
         content = read_settings(path, (MODEL_TYPE,))
-        source = settings.checkpoint.tokenizer or required(content, "checkpoint_path", str, path)
-        hint = ", or name the folder of the model that it was trained from as checkpoint.tokenizer"
-        base = files_from_hub(source, _FILES, hint)
-        config, tokenizer = read_model(base), load_line_tokenizer(base, None, source)
+        base, config = authors_folder(content, path, settings)
+        tokenizer = load_line_tokenizer(base, None, str(base))
         config, robot, fields = _lerobot(folder, content, weights, config, settings)
     else:
         config, tokenizer = read_model(folder), load_line_tokenizer(folder, settings.checkpoint.tokenizer, str(folder))
@@ -104,12 +102,34 @@ def load_folder(
         MolmoProcessor, config, robot, tokenizer, settings, discrete_state=True,
         padded_state=robot.preset.state_dim, **{**fields, "prompt": prompt},
     )  # fmt: skip
-    model, start = MolmoAct2.empty(config), "model." if saved else ""
+    return load_network(weights, config, str(folder), "model." if saved else ""), processor
+
+
+def authors_folder(
+    content: Mapping[str, Any], path: Path, settings: PolicyConfig
+) -> tuple[Path, MolmoAct2Config]:  # fmt: skip
+    """Return the folder that lerobot's config.json names, or its copy from the hub, and the sizes in it."""
+    source = settings.checkpoint.tokenizer or required(content, "checkpoint_path", str, path)
+    hint = ", or name the folder of the model that it was trained from as checkpoint.tokenizer"
+    base = files_from_hub(source, _FILES, hint)
+    return base, read_model(base)
+
+
+def with_steps(config: MolmoAct2Config, content: Mapping[str, Any], path: Path) -> MolmoAct2Config:
+    """Return the sizes with the denoising steps of lerobot's config.json, if it has any."""
+    if content.get("num_inference_steps") is None:
+        return config
+    return replace(config, num_steps=denoising_steps(content, "num_inference_steps", path))
+
+
+def load_network(weights: Weights, config: MolmoAct2Config, where: str, start: str) -> MolmoAct2:
+    """Return the network. `start`: precedes the names of the stored tensors."""
+    model = MolmoAct2.empty(config)
     recipe = {
         name: tuple(replace(piece, name=start + piece.name) for piece in pieces(name, config, weights.shapes, start))
         for name in model.state_dict()
     }
-    return fitted(model, weights, recipe, str(folder), "MolmoAct2", [start + name for name in _DEAD]), processor
+    return fitted(model, weights, recipe, where, "MolmoAct2", [start + name for name in _DEAD])
 
 
 def pieces(
@@ -287,14 +307,17 @@ def _laid_out(
     """Return the config with where the images of a prompt are, and which tokens the expert does not see."""
     edge, between = prompt.layout(tokenizer)
     content = read_json(base / "config.json")
-    eos, hidden = content.get("eos_token_id"), ()
-    if content.get("action_mode") == "both" and eos is not None:
-        if type(eos) is not int:
-            raise CheckpointError(f"{base / 'config.json'}: eos_token_id: expected a token, got {eos!r:.60}")
-        ids = prompt.tokens(tokenizer, prompt.text("do it", np.zeros(1), views), views)
-        found = [index if index == 0 else index - len(ids) for index, token in enumerate(ids) if token == eos]
-        hidden = tuple(sorted(found, key=lambda index: (index < 0, index)))
-    return replace(config, edge=edge, between=between, hidden=hidden)
+    eos = content.get("eos_token_id") if content.get("action_mode") == "both" else None
+    if eos is not None and type(eos) is not int:
+        raise CheckpointError(f"{base / 'config.json'}: eos_token_id: expected a token, got {eos!r:.60}")
+    ids = prompt.tokens(tokenizer, prompt.text("do it", np.zeros(1), views), views)
+    return replace(config, edge=edge, between=between, hidden=hidden_tokens(ids, eos))
+
+
+def hidden_tokens(ids: Sequence[int], eos: int | None) -> tuple[int, ...]:
+    """Return the places of `eos` in a prompt, as `MolmoAct2Config.hidden`: from its end except the first token's."""
+    found = [index if index == 0 else index - len(ids) for index, token in enumerate(ids) if token == eos]
+    return tuple(sorted(found, key=lambda index: (index < 0, index)))
 
 
 # -- the robot ----------------------------------------------------------------------------------------------------
@@ -337,10 +360,8 @@ def _lerobot(
     prompt = _prompt(
         names, wrap, required(pack, "normalize_language", bool, where), size_of(pack, "num_state_tokens", where)
     )
-    stated = content.get("num_inference_steps")
     config = replace(
-        config, action_horizon=horizon, real_actions=_real(pack, config, saved, where),
-        num_steps=config.num_steps if stated is None else denoising_steps(content, "num_inference_steps", path),
+        with_steps(config, content, path), action_horizon=horizon, real_actions=_real(pack, config, saved, where),
         max_token_len=_longest(config, preset, pack.get("max_sequence_length"), where),
     )  # fmt: skip
     fields = {

@@ -209,28 +209,35 @@ def _tables(old: bool) -> tuple[str, str]:
 def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = None) -> tuple[Xvla, XvlaProcessor]:
     """Return the network and the robot's transforms (`Family.load`)."""
     path, weights = folder / "config.json", weights or SafetensorsWeights(folder)
-    content = read_json(path)
-    saved = None
+    content, saved, tokens = read_json(path), None, _TEXT_TOKENS
     if is_lerobot_config(content):
         content = read_settings(path, ("xvla",))
         saved = read_processors(folder, content, "corner", weights)
+        tokens = _text_tokens(saved, path)
     else:
         check(content, _OWN, path, "X-VLA's own project")
-    names = StoredNames.of(weights.shapes, domain_of(saved, settings, folder))
-    config = resized(read_sizes(weights.shapes, names, content, saved, path), settings)
-    model = Xvla.empty(config)
-    recipe = {name: names.pieces(name, config) for name in model.state_dict()}
-    fitted(model, weights, recipe, str(folder), "X-VLA", names.dead(weights.shapes))
+    model = load_network(weights, domain_of(saved, settings, folder), content, path, tokens, settings)
     hub = (saved and saved.tokenizer) or content.get("tokenizer_name") or TOKENIZER
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, hub)
+    config = model.config
     check_vocabulary(tokenizer, config.encoder.vocab_size, settings)
     robot, state, actions = robot_of(saved, settings, content, path)
     processor = XvlaProcessor(
         tokenizer=tokenizer, state=state, actions=actions, action_dim=config.action_dim,
         max_token_len=config.max_token_len, default_prompt=settings.default_prompt, preset=robot, config=config,
-        frame_shape=_frame_shape(content, saved, path), resizes=saved is not None,
+        frame_shape=_frame_shape(content, path), resizes=saved is not None,
     )  # fmt: skip
     return model, processor
+
+
+def load_network(
+    weights: Weights, domain: int, content: Mapping[str, Any], path: Path, tokens: int, settings: PolicyConfig
+) -> Xvla:  # fmt: skip
+    """Return the network of a domain. `content`: of config.json at `path`; `tokens`: of a prompt, with its padding."""
+    names = StoredNames.of(weights.shapes, domain)
+    model = Xvla.empty(resized(read_sizes(weights.shapes, names, content, path, tokens), settings))
+    recipe = {name: names.pieces(name, model.config) for name in model.state_dict()}
+    return fitted(model, weights, recipe, str(path.parent), "X-VLA", names.dead(weights.shapes))
 
 
 def domain_of(saved: Processors | None, settings: PolicyConfig, folder: Path) -> int:
@@ -302,9 +309,7 @@ def robot_of(
 # -- sizes --------------------------------------------------------------------------------------------------------
 
 
-def read_sizes(
-    shapes: Shapes, names: StoredNames, content: Mapping[str, Any], saved: Processors | None, path: Path
-) -> XvlaConfig:
+def read_sizes(shapes: Shapes, names: StoredNames, content: Mapping[str, Any], path: Path, tokens: int) -> XvlaConfig:
     """Return the architecture that the shapes show, checked against config.json.
 
     Raises:
@@ -332,13 +337,13 @@ def read_sizes(
         config = XvlaConfig(
             vision=_vision(shapes, names, florence, path), encoder=_encoder(shapes, names, florence, path), width=width,
             depth=depth_of(shapes, f"{names.prefix}transformer.blocks."), heads=size_of(content, "num_heads", path, 16),
-            mlp_dim=stored("transformer.blocks.0.mlp.fc1.weight", 2)[0], image_size=_image_size(content, saved, path),
-            views=_views(content, saved, path), soft_prompts=soft // width,
+            mlp_dim=stored("transformer.blocks.0.mlp.fc1.weight", 2)[0], image_size=_image_size(content, path),
+            views=_views(content, path), soft_prompts=soft // width,
             positions=stored("transformer.pos_emb", 3)[1], time_dim=time_dim, own_projections=own,
             grippers=mode.grippers, state_dim=state_dim, action_dim=action_dim,
-            action_horizon=size_of(content, "num_actions" if saved is None else "chunk_size", path, 30),
+            action_horizon=size_of(content, "chunk_size" if is_lerobot_config(content) else "num_actions", path, 30),
             num_steps=denoising_steps(content, "num_denoising_steps", path),
-            max_token_len=_text_tokens(content, saved, path), pad_token=_pad_token(florence, path),
+            max_token_len=tokens, pad_token=_pad_token(florence, path),
         )  # fmt: skip
     except ConfigError as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
@@ -438,18 +443,16 @@ def _pad_token(florence: Mapping[str, Any], path: Path) -> int:
     return value
 
 
-def _text_tokens(content: Mapping[str, Any], saved: Processors | None, path: Path) -> int:
-    """The length of prompts; X-VLA's own project has 50 tokens."""
-    if saved is None:
-        return _TEXT_TOKENS
+def _text_tokens(saved: Processors, path: Path) -> int:
+    """The length of prompts with their padding."""
     padding = saved.before.get(TOKENIZE, {}).get("padding", "max_length")
     if padding != "max_length":
         raise CheckpointError(f"{path.parent}: {TOKENIZE}: padding: expected max_length, got {padding!r:.60}")
     return saved.max_token_len
 
 
-def _image_size(content: Mapping[str, Any], saved: Processors | None, path: Path) -> Size | None:
-    if saved is None:
+def _image_size(content: Mapping[str, Any], path: Path) -> Size | None:
+    if not is_lerobot_config(content):
         file = path.with_name("preprocessor_config.json")
         images = read_json(file) if file.is_file() else {}
         mean, deviation = [*IMAGENET_MEAN], [*IMAGENET_DEVIATION]
@@ -464,9 +467,9 @@ def _image_size(content: Mapping[str, Any], saved: Processors | None, path: Path
     return value[0], value[1]
 
 
-def _frame_shape(content: Mapping[str, Any], saved: Processors | None, path: Path) -> Size:
+def _frame_shape(content: Mapping[str, Any], path: Path) -> Size:
     """The size of the first camera's images."""
-    if saved is None:
+    if not is_lerobot_config(content):
         return 224, 224
     shapes = [f.get("shape") for f in features(content, path)[0].values() if f.get("type") == "VISUAL"]
     if not shapes or not isinstance(shapes[0], list) or len(shapes[0]) != 3:
@@ -474,9 +477,9 @@ def _frame_shape(content: Mapping[str, Any], saved: Processors | None, path: Pat
     return shapes[0][1], shapes[0][2]
 
 
-def _views(content: Mapping[str, Any], saved: Processors | None, path: Path) -> int:
+def _views(content: Mapping[str, Any], path: Path) -> int:
     """The views, as lerobot counts them when it loads a folder: a camera that it saved as empty counts twice."""
-    if saved is None:
+    if not is_lerobot_config(content):
         return _VIEWS
     cameras = sum(feature.get("type") == "VISUAL" for feature in features(content, path)[0].values())
     empty = content.get("empty_cameras", 0)
