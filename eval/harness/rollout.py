@@ -174,7 +174,7 @@ def run_episode(
     protocol: EvaluationProtocol,
     *,
     recorder: Any = None,
-    idle: Callable[[np.ndarray | None], np.ndarray] | None = None,
+    idle: Callable[[Any, np.ndarray | None], np.ndarray] | None = None,
 ) -> EpisodeResult:
     """Play one episode to its end, or to the exception that becomes its error.
 
@@ -197,7 +197,7 @@ def run_episode(
             rest = chunks.left(env_steps)
             if rest is None:
                 assert idle is not None, "a protocol with latency needs a benchmark with `idle`"
-                action = idle(action)
+                action = idle(env, action)
             else:
                 action = rest[0]
             after = env_steps + 1

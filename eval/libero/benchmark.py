@@ -13,6 +13,7 @@ import numpy as np
 from eval.harness.benchmark import Benchmark, Task
 from eval.harness.stress import Kind
 from eval.libero.expert import Expert
+from eval.libero.expert_motion import pose_action
 from eval.libero.simulator import CAMERAS, IMAGE_SIZE, RESOLUTION, WAIT_ACTION, WAIT_STEPS, LiberoEnv, example
 from eval.libero.suites import SUITES, LiberoTask, load_sampled, load_suite, sampled_of
 
@@ -29,9 +30,10 @@ def make_environment(task: Task, settings: Mapping[str, Any], render: bool) -> L
 
 def settings_for(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The image size of a policy, up to the rendered size: a policy enlarges images itself, as in its training.
-    Without one in the metadata, openpi's size."""
+    Without one in the metadata, openpi's size. A robot whose actions are poses has absolute ones."""
     size = min(metadata.get("image_size") or IMAGE_SIZE, RESOLUTION)
-    return {} if size == IMAGE_SIZE else {"image_size": size}
+    posed = (metadata.get("robot") or {}).get("pose") == "axis_angle"
+    return {**({} if size == IMAGE_SIZE else {"image_size": size}), **({"absolute": True} if posed else {})}
 
 
 def from_sampled(benchmark: Benchmark, folder: Path, suites: Sequence[str]) -> Benchmark:
@@ -41,8 +43,11 @@ def from_sampled(benchmark: Benchmark, folder: Path, suites: Sequence[str]) -> B
     return replace(benchmark, load_suite=load, settings={**benchmark.settings, STARTS: starts})
 
 
-def idle(last: np.ndarray | None) -> np.ndarray:
-    """No motion; the gripper keeps its command."""
+def idle(env: LiberoEnv, last: np.ndarray | None) -> np.ndarray:
+    """No motion; the gripper keeps its command. Of absolute poses the last one, at first the present one."""
+    if env.absolute:
+        hand = env.controller
+        return pose_action(hand.ee_pos, hand.ee_ori_mat, WAIT_ACTION[-1]) if last is None else last
     return WAIT_ACTION if last is None else np.append(WAIT_ACTION[:-1], last[-1])
 
 
