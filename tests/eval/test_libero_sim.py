@@ -156,7 +156,7 @@ def test_an_episode_of_xvla(tmp_path: Path) -> None:
 
     folder = xvla_folders.write(tmp_path / "xvla", "libero", libero_cameras)
     config = tmp_path / "libero.yaml"
-    config.write_text("{preset: xvla_libero, precision: fp32}")
+    config.write_text("{preset: xvla_libero, precision: fp32, checkpoint: {max_token_len: 24}}")
     words = ("--policy", str(folder), "--config", str(config), "--device", "cpu", "--tasks", "0", "--trials", "1")
     output = tmp_path / "run.json"
     line, _ = run(*words, "--max-steps", "10", "--replan", "8", "--output", str(output))
