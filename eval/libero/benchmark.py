@@ -13,7 +13,6 @@ import numpy as np
 from eval.harness.benchmark import Benchmark, Task
 from eval.harness.stress import Kind
 from eval.libero.expert import Expert
-from eval.libero.expert_motion import pose_action
 from eval.libero.simulator import CAMERAS, IMAGE_SIZE, RESOLUTION, WAIT_ACTION, WAIT_STEPS, LiberoEnv, example
 from eval.libero.suites import SUITES, LiberoTask, load_sampled, load_suite, sampled_of
 
@@ -46,8 +45,7 @@ def from_sampled(benchmark: Benchmark, folder: Path, suites: Sequence[str]) -> B
 def idle(env: LiberoEnv, last: np.ndarray | None) -> np.ndarray:
     """No motion; the gripper keeps its command. Of absolute poses the last one, at first the present one."""
     if env.absolute:
-        hand = env.controller
-        return pose_action(hand.ee_pos, hand.ee_ori_mat, WAIT_ACTION[-1]) if last is None else last
+        return env.present_pose() if last is None else last
     return WAIT_ACTION if last is None else np.append(WAIT_ACTION[:-1], last[-1])
 
 

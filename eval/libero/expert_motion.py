@@ -109,16 +109,6 @@ def rotation_vector(rotation: np.ndarray) -> np.ndarray:
     return axis * angle / max(2.0 * np.sin(angle), 1e-6)
 
 
-def pose_action(position: np.ndarray, rotation: np.ndarray, gripper: float) -> np.ndarray:
-    """float64 (7,) of an absolute pose: position (3,), rotation (3, 3) as axis times angle, gripper."""
-    import mujoco
-
-    quaternion, vector = np.empty(4), np.empty(3)
-    mujoco.mju_mat2Quat(quaternion, np.ascontiguousarray(rotation, np.float64).ravel())
-    mujoco.mju_quat2Vel(vector, quaternion, 1.0)
-    return np.concatenate((position, vector, [gripper]))
-
-
 def limit(vector: np.ndarray, longest: float = 1.0) -> np.ndarray:
     """Shorten to at most `longest`, keeping the direction."""
     return vector * (longest / max(longest, float(np.linalg.norm(vector))))

@@ -229,6 +229,15 @@ class LiberoEnv:
             raise SimulatorError("observation(): the last step did not look; call step(action, look=True) before it")
         return self._observation
 
+    def present_pose(self) -> np.ndarray:
+        """The absolute action (7,) that keeps the hand where it is, with an open gripper."""
+        import mujoco
+
+        quaternion, turn = np.empty(4), np.empty(3)
+        mujoco.mju_mat2Quat(quaternion, self.controller.ee_ori_mat.ravel())
+        mujoco.mju_quat2Vel(turn, quaternion, 1.0)
+        return np.concatenate((self.controller.ee_pos, turn, WAIT_ACTION[-1:]))
+
     def close(self) -> None:
         """Free the simulation and its rendering context."""
         self._env.close()

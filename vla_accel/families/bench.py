@@ -252,14 +252,16 @@ def dummy_processor(
     return processor_of(kind, config, _unscaled(views), tokenizer, PolicyConfig(), **fields)
 
 
-def dummy_transforms(kind: Callable[..., T], config: Any, views: int, tokenizer: DummyTokenizer, **fields: Any) -> T:
+def dummy_transforms(
+    kind: Callable[..., T], config: Any, views: int, tokenizer: DummyTokenizer, /, **fields: Any
+) -> T:  # fmt: skip
     """As `dummy_processor`, for a class that is no `Processor`."""
     return transforms_of(kind, config, _unscaled(views), tokenizer, PolicyConfig(), **fields)
 
 
 def _unscaled(views: int) -> Processors:
     preset = libero(views)
-    return Processors(preset, *(Normaliser.identity(size) for size in (preset.state_dim, preset.action_dim)))
+    return Processors(preset, Normaliser.identity(preset.state_dim), Normaliser.identity(preset.action_dim))
 
 
 def libero_observation(

@@ -97,7 +97,13 @@ def processor_of(
 
 
 def transforms_of(
-    kind: Callable[..., T], config: Any, saved: Processors, tokenizer: Tokenizer, settings: PolicyConfig, **fields: Any
+    kind: Callable[..., T],
+    config: Any,
+    saved: Processors,
+    tokenizer: Tokenizer,
+    settings: PolicyConfig,
+    /,
+    **fields: Any,
 ) -> T:
     """Return the transforms of a model with a prompt, with more fields of their class `kind`.
 

@@ -4,7 +4,6 @@ transforms."""
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,13 +23,15 @@ from vla_accel.checkpoints.lerobot_settings import DOMAIN, IMAGENET, TO_AXIS_ANG
 from vla_accel.checkpoints.lerobot_statistics import ACTION
 from vla_accel.checkpoints.settings import check, fixed, neutral, read
 from vla_accel.checkpoints.stacks import Shapes, depth_of, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, read_json, size_of
+from vla_accel.checkpoints.weights import SafetensorsWeights, Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.overrides import check_vocabulary, resized, warn_of_contradictions
-from vla_accel.families.xvla.davit import DavitConfig, Size, Stage
-from vla_accel.families.xvla.network import EncoderConfig, Xvla, XvlaConfig
+from vla_accel.families.xvla.names import SIGN, TOWER, StoredNames
+from vla_accel.families.xvla.network import Xvla, XvlaConfig
 from vla_accel.families.xvla.transforms import XvlaProcessor
+from vla_accel.nn.bart import BartConfig
+from vla_accel.nn.davit import DavitConfig, Size, Stage
 from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.robots import LIBERO, XVLA_LIBERO, Preset, load_preset
@@ -38,8 +39,6 @@ from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 _log = logging.getLogger("vla_accel")
 TOKENIZER = "facebook/bart-large"
-SIGN = "transformer.soft_prompt_hub.weight"
-"""A tensor of every X-VLA, without lerobot's prefix."""
 LIBERO_DOMAIN = 3
 
 
@@ -77,131 +76,6 @@ _OWN = (
     neutral("id2label label2id return_dict", "transformers' defaults"),
 )
 """The fields of its config.json."""
-
-# -- names of tensors ---------------------------------------------------------------------------------------------
-
-_TOWER, _TEXT = "vlm.vision_tower.", "vlm.language_model."
-_HALVES = (
-    ("spatial_block", "window_attn", "conv1", "norm1"), ("spatial_block", "ffn", "conv2", "norm2"),
-    ("channel_block", "channel_attn", "conv1", "norm1"), ("channel_block", "ffn", "conv2", "norm2"),
-)  # fmt: skip
-_PRODUCTS = {"qkv_proj": "qkv", "out_proj": "proj", "fc1": "fc1", "fc2": "fc2"}
-_BLOCK = {
-    "layer_norm1": "norm1", "qkv_proj": "attn.qkv", "out_proj": "attn.proj", "layer_norm2": "norm2", "fc1": "mlp.fc1",
-    "fc2": "mlp.fc2",
-}  # fmt: skip
-_ENCODER = {
-    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "out_proj": ("self_attn.out_proj",),
-    "norm1": ("self_attn_layer_norm",), "norm2": ("final_layer_norm",), "fc1": ("fc1",), "fc2": ("fc2",),
-    "positions": ("embed_positions",), "norm": ("layernorm_embedding",),
-}  # fmt: skip
-_PROJECTOR = {
-    "rows": "image_position_embed.row_embeddings", "columns": "image_position_embed.column_embeddings",
-    "projector_norm": "image_proj_norm",
-}  # fmt: skip
-_DOMAIN_PARTS = {
-    "action_in": "action_encoder", "action_out": "action_decoder", "text_proj": "vlm_proj",
-    "view_proj": "aux_visual_proj",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class StoredNames:
-    """Names of stored tensors.
-
-    Attributes:
-        prefix: lerobot's before every name.
-        old: Whether Florence-2 has the names of its first implementation, as up to lerobot 0.6.0.
-        domain: The domain whose weights are read.
-        table: The name of the token table.
-    """
-
-    prefix: str
-    old: bool
-    domain: int
-    table: str
-
-    @classmethod
-    def of(cls, shapes: Shapes, domain: int) -> StoredNames:
-        """Find out how the tensors of a file are named."""
-        prefix = "model." if f"model.{SIGN}" in shapes else ""
-        old = f"{prefix}vlm.image_projection" in shapes
-        tables = [f"{prefix}{name}" for name in _tables(old)]
-        return cls(prefix, old, domain, next((name for name in tables if name in shapes), tables[0]))
-
-    def dead(self, shapes: Shapes) -> list[str]:
-        """Tensors that nothing reads: the text decoder and its head, and the token table's other name."""
-        text = re.escape(f"{self.prefix}{_TEXT}") + r"(model\.)?(decoder\.|lm_head\.|final_logits_bias)"
-        return [n for n in shapes if re.match(text, n) or n in {f"{self.prefix}{table}" for table in _tables(self.old)}]
-
-    def pieces(self, name: str, config: XvlaConfig) -> tuple[Piece, ...]:
-        """Return the stored tensors that make up one canonical tensor, in order along its first axis."""
-        if name == "embed.weight":
-            return (Piece(self.table),)
-        return tuple(replace(piece, name=self.prefix + piece.name) for piece in self._pieces(name, config))
-
-    def _pieces(self, name: str, config: XvlaConfig) -> tuple[Piece, ...]:
-        part, _, rest = name.partition(".")
-        if part == "vision":
-            return (Piece(_TOWER + self._vision(rest)),)
-        if part == "encoder":
-            return self._encoder(rest, config.encoder.width)
-        if part == "layers":
-            index, module, leaf = rest.split(".")
-            return (Piece(f"transformer.blocks.{index}.{_BLOCK[module]}.{leaf}"),)
-        if part == "norm":
-            return (Piece(f"transformer.{name}"),)
-        if part == "position_embedding":
-            return (Piece("transformer.pos_emb", frame=True),)
-        if part == "soft_prompts":
-            return (Piece(SIGN, entry=self.domain),)
-        if part in _DOMAIN_PARTS:
-            stored = f"transformer.{_DOMAIN_PARTS[part]}.{rest}"
-            if part.endswith("_proj") and not config.own_projections:
-                return (Piece(stored),)
-            return (Piece(f"{stored}.weight", entry=self.domain),)
-        return (self._projector(part, rest),)
-
-    def _projector(self, part: str, leaf: str) -> Piece:
-        start = "vlm." if self.old else "vlm.multi_modal_projector."
-        if part == "projector":
-            return Piece(f"{start}image_projection", transposed=True) if self.old else Piece(
-                f"{start}image_projection.weight"
-            )  # fmt: skip
-        if part == "frame":
-            return Piece(f"{start}visual_temporal_embed.pos_idx_to_embed", entry=0)
-        stored = _PROJECTOR[part].replace("position", "pos") if self.old else _PROJECTOR[part]
-        return Piece(f"{start}{stored}.{leaf}")
-
-    def _vision(self, name: str) -> str:
-        _, stage, module, *rest = name.split(".")
-        if module in ("conv", "norm"):
-            stored = "proj" if self.old and module == "conv" else module
-            return f"convs.{stage}.{stored}.{rest[0]}"
-        index, inner, leaf = rest
-        block, branch, conv, norm = _HALVES[int(index) % 4]
-        start = f"blocks.{stage}.{int(index) // 4}.{block}."
-        if inner == "conv":
-            return f"{start}{conv}.fn.dw.{leaf}" if self.old else f"{start}{conv}.{leaf}"
-        if inner == "norm":
-            return f"{start}{branch}.norm.{leaf}" if self.old else f"{start}{norm}.{leaf}"
-        wrapped = ("fn.net." if branch == "ffn" else "fn.") if self.old else ""
-        return f"{start}{branch}.{wrapped}{_PRODUCTS[inner]}.{leaf}"
-
-    def _encoder(self, name: str, width: int) -> tuple[Piece, ...]:
-        start = f"{_TEXT}model.encoder." if self.old else f"{_TEXT}encoder."
-        if not name.startswith("layers."):
-            part, leaf = name.split(".")
-            return (Piece(f"{start}{_ENCODER[part][0]}.{leaf}"),)
-        _, index, module, leaf = name.split(".")
-        names = [f"{start}layers.{index}.{part}.{leaf}" for part in _ENCODER[module]]
-        return tuple(Piece(n, width if len(names) > 1 else None) for n in names)
-
-
-def _tables(old: bool) -> tuple[str, str]:
-    start = f"{_TEXT}model." if old else _TEXT
-    return f"{start}shared.weight", f"{start}encoder.embed_tokens.weight"
-
 
 # -- folders ------------------------------------------------------------------------------------------------------
 
@@ -377,10 +251,9 @@ def _vision(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], pat
     sources = content.get("image_feature_source", _SOURCES)
     if [*sources] != _SOURCES:
         raise CheckpointError(f"{path}: image_feature_source: expected {_SOURCES}, got {sources!r:.60}")
-    tower = f"{names.prefix}{_TOWER}"
+    tower, found = names.prefix + TOWER, shapes_by_name(shapes, "", str(path.parent))
     count = depth_of(shapes, f"{tower}convs.")
-    found = shapes_by_name(shapes, tower, str(path.parent))
-    convs = [found(f"convs.{i}.{'proj' if names.old else 'conv'}.weight", 4) for i in range(count)]
+    convs = [found(names(f"vision.stages.{i}.conv.weight"), 4) for i in range(count)]
     widths = [conv[0] for conv in convs]
 
     def each(name: str, default: Any) -> list[Any]:
@@ -400,31 +273,22 @@ def _vision(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], pat
             each("patch_prenorm", [False, *[True] * (count - 1)]), strict=True,
         ))
     ]  # fmt: skip
-    mlp = _vision_name(names, 0, 1, "fc1")
-    table = shapes_by_name(shapes, "", str(path.parent))(names.prefix + names._projector("rows", "weight").name, 2)
-    return DavitConfig(
-        tuple(stages), size_of(content, "window_size", path, 12), found(mlp, 2)[0] // widths[0], table[0]
-    )  # fmt: skip
+    hidden, rows = found(names("vision.stages.0.halves.1.fc1.weight"), 2)[0], found(names("rows.weight"), 2)[0]
+    return DavitConfig(tuple(stages), size_of(content, "window_size", path, 12), hidden // widths[0], rows)
 
 
 _SOURCES = ["spatial_avg_pool", "temporal_avg_pool"]
 
 
-def _vision_name(names: StoredNames, stage: int, half: int, module: str) -> str:
-    return names._vision(f"stages.{stage}.halves.{half}.{module}.weight")
-
-
-def _encoder(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], path: Path) -> EncoderConfig:
+def _encoder(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], path: Path) -> BartConfig:
     content = required(florence, "text_config", dict, path)
     _expect(content, path, "text_config", activation_function=("gelu",), scale_embedding=(False,))
-    stored = shapes_by_name(shapes, names.prefix, str(path.parent))
-    (positions,) = names._encoder("positions.weight", 0)
-    (first,) = names._encoder("layers.0.fc1.weight", 0)
-    rows, width = stored(positions.name, 2)
-    table = shapes_by_name(shapes, "", str(path.parent))(names.table, 2)
-    depth = depth_of(shapes, names.prefix + first.name.partition("0.fc1")[0])
-    heads = size_of(content, "encoder_attention_heads", path, 16)
-    return EncoderConfig(width, depth, stored(first.name, 2)[0], heads, table[0], rows)
+    stored, layer = shapes_by_name(shapes, "", str(path.parent)), names("encoder.layers.0.fc1.weight")
+    rows, width = stored(names("encoder.positions.weight"), 2)
+    return BartConfig(
+        width, depth_of(shapes, layer.partition("0.fc1")[0]), stored(layer, 2)[0],
+        size_of(content, "encoder_attention_heads", path, 16), stored(names.table, 2)[0], rows,
+    )  # fmt: skip
 
 
 def _expect(content: Any, path: Path, where: str, **values: tuple[Any, ...]) -> None:
