@@ -21,9 +21,9 @@ from vla_accel.families.molmoact2.checkpoint import (
     authors_folder,
     hidden_tokens,
     load_network,
-    with_steps,
 )
 from vla_accel.families.molmoact2.network import MolmoAct2, MolmoAct2Config
+from vla_accel.families.molmoact2.robot import with_steps
 from vla_accel.transforms.processing import Inputs
 
 _NO_STATE = np.zeros(0, np.float32)
