@@ -6,7 +6,7 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,28 +83,25 @@ def enabled_rtc(policy: Any) -> Any:
     return requested if requested is not None and requested.enabled else None
 
 
-def with_guidance(
-    settings: PolicyConfig, requested: Any, family: Family[Any, Any, Any], horizon: int
-) -> PolicyConfig:  # fmt: skip
-    """Return settings with lerobot's real-time chunking, an `RTCConfig` or None, as far as the family reads it.
+def guidance(requested: Any, family: Family[Any, Any, Any], horizon: int) -> RtcConfig:
+    """Return lerobot's settings of real-time chunking, an `RTCConfig`, as this package's, those that the family reads.
 
     An execution horizon beyond the chunk, such as lerobot's default of 10 for a chunk of 5, is the whole chunk, as in
     lerobot. Raises ConfigError for a family without real-time chunking, and for `debug`.
     """
-    if requested is None:
-        return settings
     if requested.debug:
         raise ConfigError("policy.rtc_config.debug: expected false, got true; the engines record no debug data")
     if not family.chunking.settings:
+        if not requested.enabled:
+            return RtcConfig()
         raise ConfigError(
             f"policy.rtc_config: expected none for {family.name}, which has no real-time chunking, got {requested}"
         )
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "schedule": requested.prefix_attention_schedule.value.lower(),
         "max_guidance_weight": requested.max_guidance_weight,
         "execution_horizon": min(requested.execution_horizon, horizon),
     }
-    if unused := sorted(made.keys() - set(family.chunking.settings)):
+    if unused := sorted(settings.keys() - set(family.chunking.settings)):
         _log.warning("%s: policy.rtc_config: %s are ignored", family.name, ", ".join(unused))
-    rtc = RtcConfig(**{name: value for name, value in made.items() if name not in unused})
-    return replace(settings, rtc=rtc)
+    return RtcConfig(**{name: value for name, value in settings.items() if name not in unused})

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vla_accel.attachment.batches import MASK, TOKENS, pixels, prompt_tokens
-from vla_accel.attachment.calls import Call, enabled_rtc, refuse_arguments, saved_config, with_guidance
+from vla_accel.attachment.calls import Call, enabled_rtc, guidance, refuse_arguments, saved_config
 from vla_accel.attachment.weights import ModuleWeights
 from vla_accel.checkpoints.lerobot import is_lerobot_config, reads_prompt
 from vla_accel.checkpoints.lerobot_settings import (
@@ -140,7 +140,9 @@ class LerobotReader:
         self._processor, self._first = processor, True
         name = type(policy).__name__
         self.checkpoint = Checkpoint(name, family, model, self._transforms(), settings=settings)
-        self.settings = with_guidance(settings, enabled_rtc(policy), family, model.config.action_horizon)
+        if (requested := enabled_rtc(policy)) is not None:
+            settings = replace(settings, rtc=guidance(requested, family, model.config.action_horizon))
+        self.settings = settings
         owner, _, self.method = _METHODS.get(self._kind, "predict_action_chunk").rpartition(".")
         self.owner = policy.get_submodule(owner)
         self.takes_noise = self._kind in _TAKE_NOISE

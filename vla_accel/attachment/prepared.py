@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from vla_accel.attachment.calls import Call, enabled_rtc, refuse_arguments, with_guidance
+from vla_accel.attachment.calls import Call, enabled_rtc, guidance, refuse_arguments
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.families.family import family_named
@@ -66,8 +67,10 @@ class PreparedReader(ABC):
 
     def __init__(self, policy: Any, settings: PolicyConfig, family: str) -> None:
         self.owner, self._family = policy, family_named(family)
-        network = self._network(None)
-        self.settings = with_guidance(settings, self._rtc(policy), self._family, network.config.action_horizon)
+        network, requested = self._network(None), self._rtc(policy)
+        if requested is not None:
+            settings = replace(settings, rtc=guidance(requested, self._family, network.config.action_horizon))
+        self.settings = settings
         self.checkpoint = self._checkpoint(network)
 
     @property
