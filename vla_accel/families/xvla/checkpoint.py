@@ -26,7 +26,7 @@ from vla_accel.checkpoints.stacks import Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import SafetensorsWeights, Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.overrides import check_vocabulary, resized, warn_of_contradictions
+from vla_accel.families.overrides import check_vocabulary, resized, transforms_of, warn_of_contradictions
 from vla_accel.families.xvla.names import SIGN, TOWER, StoredNames
 from vla_accel.families.xvla.network import Xvla, XvlaConfig
 from vla_accel.families.xvla.transforms import XvlaProcessor
@@ -34,7 +34,7 @@ from vla_accel.nn.bart import BartConfig
 from vla_accel.nn.davit import DavitConfig, Size, Stage
 from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
 from vla_accel.transforms.normalisation import Normaliser
-from vla_accel.transforms.robots import LIBERO, XVLA_LIBERO, Preset, load_preset
+from vla_accel.transforms.robots import LIBERO, XVLA_LIBERO, load_preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 _log = logging.getLogger("vla_accel")
@@ -95,10 +95,8 @@ def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = 
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, hub)
     config = model.config
     check_vocabulary(tokenizer, config.encoder.vocab_size, settings)
-    robot, state, actions = robot_of(saved, settings, content, path)
-    processor = XvlaProcessor(
-        tokenizer=tokenizer, state=state, actions=actions, action_dim=config.action_dim,
-        max_token_len=config.max_token_len, default_prompt=settings.default_prompt, preset=robot, config=config,
+    processor = transforms_of(
+        XvlaProcessor, config, robot_of(saved, settings, content, path), tokenizer, settings, config=config,
         frame_shape=_frame_shape(content, path), resizes=saved is not None,
     )  # fmt: skip
     return model, processor
@@ -132,9 +130,7 @@ def domain_of(saved: Processors | None, settings: PolicyConfig, folder: Path) ->
     )
 
 
-def robot_of(
-    saved: Processors | None, settings: PolicyConfig, content: Mapping[str, Any], path: Path
-) -> tuple[Preset, Normaliser, Normaliser]:
+def robot_of(saved: Processors | None, settings: PolicyConfig, content: Mapping[str, Any], path: Path) -> Processors:
     """Return the robot with the scaling of its state and its actions.
 
     Raises:
@@ -177,7 +173,7 @@ def robot_of(
     )
     if posed and actions.kind != "identity":
         raise CheckpointError(f"{path}: {ACTION}: expected no scaling of poses that become axis-angles, found one")
-    return robot, state, actions
+    return Processors(robot, state, actions)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
