@@ -55,7 +55,10 @@ class BartWeights:
 
         layers = tuple(
             BartLayerWeights(
-                *(linear(f"{layer}.{part}") for part in ("qkv_proj", "out_proj", "fc1", "fc2")),
+                linear(f"{layer}.qkv_proj"),
+                linear(f"{layer}.out_proj"),
+                linear(f"{layer}.fc1"),
+                linear(f"{layer}.fc2"),
                 (norm(f"{layer}.norm1"), norm(f"{layer}.norm2")),
             )
             for layer in (f"{name}.layers.{index}" for index in range(config.depth))
