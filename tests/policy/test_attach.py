@@ -60,7 +60,7 @@ def test_a_draw_is_recorded_and_repeated(uniform: bool) -> None:
     draw = torch.rand if uniform else torch.randn
 
     def policy(batch: int) -> torch.Tensor:  # as Evo-1, whose noise is one row of numbers
-        torch.randint(9, (batch, 6)), (torch.randn if uniform else torch.rand)(batch, 6), draw(batch, 7)
+        _ = torch.randint(9, (batch, 6)), (torch.randn if uniform else torch.rand)(batch, 6), draw(batch, 7)
         drawn = draw(batch, 6)
         return (drawn * 2 - 1 if uniform else drawn).view(batch, 2, 3)
 
