@@ -120,7 +120,7 @@ class Poser:
 def matrix(turn: np.ndarray) -> np.ndarray:
     """The rotation (3, 3) of an axis times an angle."""
     angle = float(np.linalg.norm(turn))
-    cross = np.cross(np.eye(3), turn / -angle)
+    cross = np.cross(np.eye(3), turn / angle)
     return np.eye(3) + np.sin(angle) * cross + (1.0 - np.cos(angle)) * cross @ cross
 
 
