@@ -131,14 +131,16 @@ def test_absolute_poses_do_what_their_steps_do(suite: str) -> None:
 
     task, settings = load_suite(suite).tasks[0], {**LIBERO.settings, "absolute": True}
     env, poser = make_environment(task, settings, False), Poser()
-    for trial in (0, 1):  # the settling steps of the second are no poses either
+    starts: list[np.ndarray] = []
+    for trial in (0, 1):
         env.reset_to(task.start_states[trial], seed=(7, 0, trial))
         poser.rotation = env.controller.goal_ori.copy()
-        start = env.controller.ee_pos.copy()
+        starts.append(env.controller.ee_pos.copy())
         for _ in range(5):
             env.step(idle(env, None))
-        assert np.abs(env.controller.ee_pos - start).max() < 0.01, "the hand stays where it is"
+        assert np.abs(env.controller.ee_pos - starts[-1]).max() < 0.01, "the hand stays where it is"
         assert any(env.step(poser.act(env)) for _ in range(280)), f"trial {trial}"
+    assert np.abs(starts[1] - starts[0]).max() < 0.05, "the settling steps of a later episode are no poses"
     env.close()
 
 
