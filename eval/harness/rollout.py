@@ -179,7 +179,7 @@ def run_episode(
     *,
     recorder: Any = None,
     view: View = OFF,
-    idle: Callable[[np.ndarray | None], np.ndarray] | None = None,
+    idle: Callable[[Any, np.ndarray | None], np.ndarray] | None = None,
 ) -> EpisodeResult:
     """Play one episode to its end, or to the exception that becomes its error.
 
@@ -207,7 +207,7 @@ def run_episode(
             rest = chunks.left(env_steps)
             if rest is None:
                 assert idle is not None, "a protocol with latency needs a benchmark with `idle`"
-                action = idle(action)
+                action = idle(env, action)
             else:
                 action = rest[0]
             if view.on:
