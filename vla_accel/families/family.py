@@ -42,6 +42,7 @@ FAMILIES: dict[str, str] = {
     "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",
     "openvla_oft": "vla_accel.families.openvla_oft.family:OPENVLA_OFT",
     "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
+    "multi_task_dit": "vla_accel.families.multi_task_dit.family:MULTI_TASK_DIT",
     "act": "vla_accel.families.act.family:ACT",
     "evo1": "vla_accel.families.evo1.family:EVO1",
     "xvla": "vla_accel.families.xvla.family:XVLA",
