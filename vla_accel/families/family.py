@@ -226,7 +226,7 @@ class Family(ABC, Generic[C, X, S]):
     capabilities: Capabilities = Capabilities()
     chunking: Chunking[C] = Chunking()
     flow: bool = False
-    """Whether the steps integrate a flow, so that they have times (`PolicyConfig.schedule`)."""
+    """Whether the steps integrate a flow, so that they have times (`PolicyConfig.schedule`); see `has_flow`."""
     uniform_noise: bool = False
     """Whether noise is uniform in [-1, 1) instead of normal."""
     signs: tuple[str, ...] = ()
@@ -249,11 +249,15 @@ class Family(ABC, Generic[C, X, S]):
         """Return the shape that these observations need with these engines. Raises ObservationError if they do not fit
         into one batch."""
 
+    def has_flow(self, config: C) -> bool:
+        """Return whether the steps of a model of these sizes integrate a flow."""
+        return self.flow
+
     def schedule(self, config: C, settings: PolicyConfig) -> Schedule:
         """Return the steps of a policy. Raises ConfigError for times of steps that have none."""
         for name in ("schedule", "warm_start"):
             value = getattr(settings, name)
-            if value is not None and not self.flow:
+            if value is not None and not self.has_flow(config):
                 raise ConfigError(f"{name}: expected none for {self.name}, which has no flow, got {value}")
         return Schedule.of(settings.schedule, settings.num_steps or config.num_steps)
 

@@ -31,7 +31,7 @@ from vla_accel.families.diffusion_policy.checkpoint import (
     read_size,
     scaled,
 )
-from vla_accel.families.multi_task_dit.network import MODULATIONS, MultiTaskDit, MultiTaskDitConfig, Size
+from vla_accel.families.multi_task_dit.network import MultiTaskDit, MultiTaskDitConfig, Size
 from vla_accel.families.multi_task_dit.transforms import TaskProcessor, prompt_ids
 from vla_accel.families.overrides import check_vocabulary, robot_of
 from vla_accel.nn.clip import ClipTextConfig, ClipVisionConfig
@@ -95,7 +95,7 @@ def _last_token(tokenizer: Tokenizer, config: MultiTaskDitConfig) -> int:
     """Return the token that ends a prompt: CLIP's has the highest number."""
     ids, last = prompt_ids(tokenizer, "a"), config.text.vocab_size - 1
     if len(ids) < 3 or ids[-1] != last:
-        raise CheckpointError(f"tokenizer: expected CLIP's, whose prompts end in token {last}, got another model's: {ids}")
+        raise CheckpointError(f"tokenizer: expected CLIP's, which ends prompts in {last}, got another model's: {ids}")
     return last
 
 
@@ -172,10 +172,8 @@ def read_sizes(content: Mapping[str, Any], shapes: Shapes, max_token_len: int, p
         model = required(content, name, str, path)
         if Path(model).name not in _CLIP:
             raise CheckpointError(f"{path}: {name}: expected OpenAI's CLIP ({', '.join(_CLIP)}), got {model!r:.80}")
-    if required(content, "use_rope", bool, path) is not (names := Names(shapes)).rotates:
-        raise CheckpointError(f"{path}: use_rope: expected {names.rotates}, as the weights show, got {not names.rotates}")
+    names, where = Names(shapes), str(path.parent)
     resize, frames = read_size(content.get("image_resize_shape"), path, "image_resize_shape"), read_frames(inputs, path)
-    where = str(path.parent)
     try:
         config = MultiTaskDitConfig(
             vision=_vision(names.encoder(0), shapes, where),
@@ -199,16 +197,15 @@ def read_sizes(content: Mapping[str, Any], shapes: Shapes, max_token_len: int, p
         )
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    modulation, time = (shapes.get(f"{_HEAD}{name}.weight", (0, 0)) for name in (
-        "transformer_blocks.0.adaLN_modulation.1", "time_mlp.1"))  # fmt: skip
-    compare_sizes(
-        [
-            ("hidden_dim", config.width, modulation[0] // MODULATIONS), ("timestep_embed_dim", config.time_dim, time[1]),
-            ("num_layers", config.depth, depth_of(shapes, f"{_HEAD}transformer_blocks.")),
-            ("use_separate_rgb_encoder_per_camera", not config.shared_encoder, names.separate),
-        ],
-        where,
-    )  # fmt: skip
+    shape = shapes_by_name(shapes, _HEAD, where)
+    pairs = [
+        ("hidden_dim", config.width, shape("input_proj.weight", 2)[0]),
+        ("num_layers", config.depth, depth_of(shapes, f"{_HEAD}transformer_blocks.")),
+        ("timestep_embed_dim", config.time_dim, shape("time_mlp.1.weight", 2)[1]),
+        ("use_rope", required(content, "use_rope", bool, path), names.rotates),
+        ("use_separate_rgb_encoder_per_camera", not config.shared_encoder, names.separate),
+    ]
+    compare_sizes(pairs, where)
     return config
 
 

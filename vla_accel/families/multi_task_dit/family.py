@@ -14,11 +14,11 @@ from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.families.family import IMAGES, Capabilities, Family, Rows, Shape
 from vla_accel.families.multi_task_dit.checkpoint import load_folder
+from vla_accel.families.multi_task_dit.native import QUANTISED, MultiTaskDitStore
 from vla_accel.families.multi_task_dit.network import MultiTaskDit, MultiTaskDitConfig
 from vla_accel.families.multi_task_dit.transforms import TaskInputs
 from vla_accel.nn.fixed import Fixed
 from vla_accel.nn.flow import Schedule
-from vla_accel.nn.store import NativeStore
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Text(nn.Module):
 
 @dataclass(frozen=True)
 class Times:
-    """As of `MultiTaskDit.time_tables`."""
+    """As of `MultiTaskDit.times`."""
 
     tables: Tensor
 
@@ -62,22 +62,16 @@ class Denoise(Fixed[MultiTaskDit]):
     (B, T, action_dim) float32."""
 
     def __init__(self, model: MultiTaskDit, schedule: Schedule) -> None:
-        self.steps = model.config.steps(schedule)
-        times = [step.time for step in self.steps]
-
-        def constants() -> Times:
-            with model.present("head.time_in", "head.time_out", *(f"head.layers.{i}.modulation" for i in range(depth))):
-                return Times(model.time_tables(times))
-
-        depth = model.config.depth
-        super().__init__(model, constants, [name for name in model.names("head") if ".time_" not in name])
+        self.steps = steps = model.config.steps(schedule)
+        read = [name for name in model.names("head") if ".time_" not in name and not name.endswith(".modulation.bias")]
+        super().__init__(model, lambda: Times(model.times(steps)), read)
 
     def extra_repr(self) -> str:
         """What a graph of `forward` has as constants; keys of built engines contain it."""
         return f"steps={self.steps}, clip={self.model.config.clip}"
 
     def forward(self, noise: Tensor, features: Tensor, text: Tensor, state: Tensor) -> Tensor:
-        condition = self.model.condition(features, text, state)
+        condition = self.model.config.condition(features, text, state)
         return self.model.sample(noise, condition, *self.kept(), self.steps)
 
 
@@ -86,12 +80,14 @@ class MultiTaskDitFamily(Family[MultiTaskDitConfig, TaskInputs, Shape]):
 
     name = "multi_task_dit"
     parts = ("vision", "kv_cache", "denoise")
-    network_class, store_class = MultiTaskDit, NativeStore
-    capabilities = Capabilities()
+    network_class, store_class = MultiTaskDit, MultiTaskDitStore
+    flow = True
+    capabilities = Capabilities(quantised=QUANTISED)
 
     def components(
-        self, model: MultiTaskDit, shape: Shape, *, store: Any = None, scales: Any = None, rtc: Any = None
-    ) -> Sequence[Component]:
+        self, model: MultiTaskDit, shape: Shape, *, store: MultiTaskDitStore | None = None, scales: Any = None,
+        rtc: Any = None,
+    ) -> Sequence[Component]:  # fmt: skip
         c, batch, wide = model.config, shape.batch, torch.float32
         images = TensorSpec(IMAGES, (batch, c.views, *c.frame, 3), torch.uint8)
         features = TensorSpec("features", (batch, c.views, c.vision.width), model.dtype)
@@ -101,21 +97,29 @@ class MultiTaskDitFamily(Family[MultiTaskDitConfig, TaskInputs, Shape]):
         state = TensorSpec("state", (batch, c.history, c.state_dim), wide)
         actions = TensorSpec("actions", (batch, c.action_horizon, c.action_dim), wide)
         vision, denoise = Vision(model), Denoise(model, shape.schedule)
+        native = {} if store is None else {
+            "vision": partial(store.vision, batch), "kv_cache": partial(store.kv_cache, batch),
+            "denoise": partial(store.denoise, batch, shape.schedule),
+        }  # fmt: skip
         return (
-            Component("vision", vision, (images,), (features,), None, fetch=vision.fetch, products=model.dtype),
             Component(
-                "kv_cache", Text(model), (tokens,), (text,), None, fetch=partial(model.fetch, "text"),
+                "vision", vision, (images,), (features,), native.get("vision"), fetch=vision.fetch,
                 products=model.dtype,
             ),
             Component(
-                "denoise", denoise, (noise, features, text, state), (actions,), None, fetch=denoise.fetch,
+                "kv_cache", Text(model), (tokens,), (text,), native.get("kv_cache"), fetch=partial(model.fetch, "text"),
                 products=model.dtype,
+            ),
+            Component(
+                "denoise", denoise, (noise, features, text, state), (actions,), native.get("denoise"),
+                quantised=QUANTISED["denoise"], fetch=denoise.fetch, products=model.dtype,
             ),
         )  # fmt: skip
 
+    def has_flow(self, config: MultiTaskDitConfig) -> bool:
+        return config.scheduler is None
+
     def schedule(self, config: MultiTaskDitConfig, settings: PolicyConfig) -> Schedule:
-        if config.scheduler is None:
-            return Schedule.of(settings.schedule, settings.num_steps or config.num_steps)
         schedule = super().schedule(config, settings)
         config.steps(schedule)  # refuses more steps than those of the training
         return schedule

@@ -116,6 +116,14 @@ class MultiTaskDitConfig:
         """Numbers of the observation's condition."""
         return self.history * (self.state_dim + len(self.cameras) * self.vision.width + self.width)
 
+    def condition(self, features: Tensor, text: Tensor, state: Tensor) -> Tensor:
+        """Return the condition (B, condition_dim) of features (B, V, n), text (B, width) and states (B, history,
+        state_dim): each moment's state, frames and text."""
+        features = features.unflatten(1, (self.history, -1)).flatten(2)
+        parts = state, features, text[:, None].expand(-1, self.history, -1)
+        wide = torch.promote_types(state.dtype, features.dtype)
+        return torch.cat([part.to(wide) for part in parts], -1).flatten(1)
+
     def steps(self, schedule: Schedule) -> tuple[Step, ...]:
         """Return the steps from noise to actions. The model's time of a flow rises from 0, which is noise. Raises
         ConfigError for more steps than a noise scheduler's training has."""
@@ -240,30 +248,25 @@ class MultiTaskDit(Network):
         ]
         return torch.stack(each, 2).flatten(1, 2)
 
-    def condition(self, features: Tensor, text: Tensor, state: Tensor) -> Tensor:
-        """Return the condition (B, condition_dim) of features (B, V, n), text (B, width) and states (B, history,
-        state_dim): each moment's state, frames and text."""
-        features = features.unflatten(1, (self.config.history, -1)).flatten(2)
-        parts = state, features, text[:, None].expand(-1, self.config.history, -1)
-        wide = torch.promote_types(state.dtype, features.dtype)
-        return torch.cat([part.to(wide) for part in parts], -1).flatten(1)
-
     def own_modulations(self, condition: Tensor) -> list[Tensor]:
         """Return the observation's part of each block's modulations, (B, 6 · width)."""
         first = self.config.time_dim
         weights = (modulation.weight[:, first:] for modulation in self.head.modulations)
         return [F.linear(F.silu(condition).to(weight.dtype), weight) for weight in weights]
 
-    def time_tables(self, times: Sequence[float]) -> Tensor:
-        """Return the time's part of the blocks' modulations with their biases, (steps, depth, 6 · width) float32."""
-        head, half = self.head, self.config.time_dim // 2
-        wide = head.time_in.weight.dtype
-        angle = time_angles(torch.tensor(times, dtype=wide, device=head.time_in.weight.device), half, half - 1)
-        embedded = F.gelu(head.time_in(torch.cat((angle.sin(), angle.cos()), -1)))
-        active = F.silu(F.gelu(head.time_out(embedded)))
-        count = self.config.time_dim
-        each = [F.linear(active, m.weight[:, :count].to(wide), m.bias.to(wide)) for m in head.modulations]
-        return torch.stack(each, 1)
+    def times(self, steps: Sequence[Step]) -> Tensor:
+        """Return the time's part of the blocks' modulations with their biases, (steps, depth, 6 · width). Weights not
+        in memory before are dropped."""
+        head, count = self.head, self.config.time_dim
+        modulations = [f"head.layers.{index}.modulation" for index in range(self.config.depth)]
+        with self.present("head.time_in", "head.time_out", *modulations):
+            wide, half = head.time_in.weight.dtype, count // 2
+            times = torch.tensor([step.time for step in steps], dtype=wide, device=self.device)
+            angle = time_angles(times, half, half - 1)
+            embedded = F.gelu(head.time_in(torch.cat((angle.sin(), angle.cos()), -1)))
+            active = F.silu(F.gelu(head.time_out(embedded)))
+            each = [F.linear(active, m.weight[:, :count].to(wide), m.bias.to(wide)) for m in head.modulations]
+            return torch.stack(each, 1)
 
     def sample(self, noise: Tensor, condition: Tensor, tables: Tensor, steps: Sequence[Step]) -> Tensor:
         """Return normalised actions (B, T, action_dim) float32.
@@ -272,7 +275,7 @@ class MultiTaskDit(Network):
             noise: (B, T, action_dim) float32; for DDPM (B, steps, T, action_dim), the first chunk and then the
                 noise of each step but the last.
             condition: (B, condition_dim).
-            tables: `time_tables` of the steps.
+            tables: `times` of the steps.
             steps: As of `MultiTaskDitConfig.steps`.
         """
         own, clip = self.own_modulations(condition), self.config.clip
