@@ -179,6 +179,8 @@ JOBS: tuple[Job, ...] = (
           "--calls 100 --profile", "lerobot"),
     bench("diffusion_policy", "--model diffusion_policy --systems native-bf16,native-int8-denoise,eager,lerobot-eager,"
           "lerobot-compile --steps 100,10 --batch 1,2,4,8 --calls 50 --profile", "lerobot"),
+    bench("multi_task_dit", "--model multi_task_dit --systems native-bf16,native-int8-denoise,eager,lerobot-eager,"
+          "lerobot-compile --steps 100,10 --batch 1,2,4,8 --calls 50 --profile", "lerobot"),
     *(bench(model, f"--model {model} --systems native-bf16,native-fp8,eager --views 2 --steps 4 --calls 50 --profile")
       for model in ("groot_n16", "groot_n15")),
     bench("vla_jepa", "--model vla_jepa --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 "

@@ -9,7 +9,6 @@ In float32 on the CPU, on both engines, batches of three and single calls, with 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np

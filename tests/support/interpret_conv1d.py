@@ -62,6 +62,14 @@ def cases() -> dict[str, Case]:
         ops.scheduler_step(chunk[:, 1], output, noise, after, sizes, written)
         return [after, *(target.rows for target in written)]
 
+    def modulated(eps: float | None, repeated: int) -> list[Tensor]:
+        out, h = torch.zeros_like(x), torch.zeros_like(x)
+        columns = slice(4, 4 + (3 if eps else 1) * channels)
+        film = Film(gates[1, columns], of_rows[:, columns])
+        ops.modulate(residual[: len(x) // repeated], x, out, h, film, eps=eps)
+        return [out, h]
+
+    gates, of_rows = wide(2, 3 * channels + 9), wide(batch, 3 * channels + 9)
     found: dict[str, Case] = {
         f"normed{name}{' residual' * (r is not None)}": lambda f=film, r=r: normed(norm, f, r)
         for name, film in films.items() for r in (None, residual)
@@ -71,6 +79,9 @@ def cases() -> dict[str, Case]:
         "first step": lambda: stepped(None, None),
         "step": lambda: stepped(output, None),
         "step with noise": lambda: stepped(output, z[:, 2]),
+        "modulated": lambda: modulated(1e-6, 1),
+        "modulated from repeated rows": lambda: modulated(1e-6, 2),
+        "gated": lambda: modulated(None, 1),
         "program": program,
     }
     return found

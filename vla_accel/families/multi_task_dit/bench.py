@@ -48,7 +48,7 @@ class EndedTokenizer(DummyTokenizer):
 
 
 class DrawnMultiTaskDit(Drawn):
-    """Weights of a Multi-task DiT."""
+    """Weights of a Multi-task DiT, whose queries and keys are sharp enough that positions matter."""
 
     def _normal(self, name: str) -> tuple[float, float]:
         if name.endswith("bias"):
@@ -63,7 +63,7 @@ class DrawnMultiTaskDit(Drawn):
         return 0.0, gain / math.sqrt(self.shapes[name][1:].numel())
 
     def _query_key_rows(self, name: str) -> int:
-        return 0  # attention is not sharpened
+        return self.shapes[name][0] // 3 * 2 if name.endswith("qkv_proj.weight") else 0
 
 
 class MultiTaskDitBench(BenchCard[MultiTaskDitConfig, TaskInputs]):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vla_accel.component import Component, TensorSpec
 from vla_accel.config import EngineSpec, PolicyConfig
+from vla_accel.errors import ConfigError
 from vla_accel.families.family import IMAGES, Capabilities, Family, Rows, Shape
 from vla_accel.families.multi_task_dit.checkpoint import load_folder
 from vla_accel.families.multi_task_dit.native import QUANTISED, MultiTaskDitStore
@@ -121,6 +122,8 @@ class MultiTaskDitFamily(Family[MultiTaskDitConfig, TaskInputs, Shape]):
 
     def schedule(self, config: MultiTaskDitConfig, settings: PolicyConfig) -> Schedule:
         schedule = super().schedule(config, settings)
+        if settings.warm_start is not None:
+            raise ConfigError(f"warm_start: expected none for {self.name}, whose chunks begin in the past")
         config.steps(schedule)  # refuses more steps than those of the training
         return schedule
 

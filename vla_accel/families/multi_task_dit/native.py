@@ -149,7 +149,7 @@ class NativeVision:
         self.weights, self.config = weights, config
         images = batch * config.views // len(weights.towers)
         self.towers = [NativeTower(tower, images, config.vision.patch_size, attention) for tower in weights.towers]
-        stack = self.towers[0].stack
+        self.stack = stack = self.towers[0].stack
         self.attention, self.detail = stack.attention, f"fused ops, {stack.kind}, {stack.detail}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
@@ -366,6 +366,6 @@ class NativeHead:
         elif name == "out":
             gemm(self.context, layer.out, self.y, PLAIN, **options)
         elif name == "up":
-            gemm(self.h, layer.up, self.active, Epilogue(activation=Activation.GELU), **options)
+            gemm(self.h, layer.up, self.active, Epilogue(layer.up.bias, Activation.GELU), **options)
         else:
             gemm(self.active, layer.down, self.y, PLAIN, **options)
