@@ -34,8 +34,6 @@ from vla_accel.families.diffusion_policy.bench import ddpm
 from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
 from vla_accel.families.evo1.family import EVO1, Evo1Shape
 from vla_accel.families.evo1.network import evo1
-from vla_accel.families.multi_task_dit.bench import multi_task_dit
-from vla_accel.families.multi_task_dit.family import MULTI_TASK_DIT
 from vla_accel.families.family import Family, Shape
 from vla_accel.families.fastwam.components import FastWamShape
 from vla_accel.families.fastwam.components import components as wam_components
@@ -46,6 +44,8 @@ from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n15, groot_n16, groot_n17
 from vla_accel.families.molmoact2.family import MOLMOACT2
 from vla_accel.families.molmoact2.network import molmoact2
+from vla_accel.families.multi_task_dit.bench import multi_task_dit
+from vla_accel.families.multi_task_dit.family import MULTI_TASK_DIT
 from vla_accel.families.openvla_oft.family import OPENVLA_OFT, OftShape
 from vla_accel.families.openvla_oft.native import OftStore
 from vla_accel.families.openvla_oft.network import OpenVlaOft, openvla_oft

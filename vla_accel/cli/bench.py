@@ -48,8 +48,8 @@ class Bench:
     """Length of the prompt in tokens; about 20 if not given."""
     steps: Annotated[tuple[int, ...], Within(1)] = ()
     """Denoising steps (pi0_fast: tokens). Default: those of the configurations, else a checkpoint's own number and the
-    family's (10,3,1; GR00T: 4,2,1; pi0_fast: 64; diffusion_policy and multi_task_dit: 100,10). Systems that torch.compile compiles are
-    timed at the first only."""
+    family's (10,3,1; GR00T: 4,2,1; pi0_fast: 64; diffusion_policy and multi_task_dit: 100,10). Systems that
+    torch.compile compiles are timed at the first only."""
     schedule: Annotated[str | None, Argument("SCHEDULE")] = None
     """Flow times of the steps of our own systems: uniform, cubic, or the times themselves from 1 to 0, such as
     1,0.3,0.01,0 for three steps. Default: those of the configurations, else uniform."""
