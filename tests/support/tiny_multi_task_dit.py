@@ -107,9 +107,8 @@ def stored_tensors(model: MultiTaskDit, *, prefixed: bool = True) -> dict[str, t
         parts = value.split([piece.rows or len(value) for piece in pieces])
         for piece, part in zip(pieces, parts, strict=True):
             if piece.start is not None:  # the class token's position comes first
-                part = torch.cat(
-                    [part, found[piece.name]] if piece.start == 0 else [found.get(piece.name, part[:0]), part]
-                )
+                other = found.get(piece.name, part[:0])
+                part = torch.cat((part, other) if piece.start == 0 else (other, part))
             found[piece.name] = (part[None] if piece.frame else part).clone()
     start = names.encoder(0)
     return {**found, f"{start}post_layernorm.weight": torch.ones(config.vision.width)}

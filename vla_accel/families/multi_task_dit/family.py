@@ -73,7 +73,7 @@ class Denoise(Fixed[MultiTaskDit]):
 
     def forward(self, noise: Tensor, features: Tensor, text: Tensor, state: Tensor) -> Tensor:
         condition = self.model.config.condition(features, text, state)
-        return self.model.sample(noise, condition, *self.kept(), self.steps)
+        return self.model.sample(noise, condition, self.kept()[0], self.steps)
 
 
 class MultiTaskDitFamily(Family[MultiTaskDitConfig, TaskInputs, Shape]):

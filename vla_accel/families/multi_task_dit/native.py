@@ -247,18 +247,21 @@ class HeadWeights:
         def read(name: str) -> tuple[Tensor, Tensor]:
             return model.weight(f"head.{name}.weight"), model.weight(f"head.{name}.bias")
 
-        names, parts = [f"layers.{index}" for index in range(config.depth)], QUANTISED["denoise"]["native"].names
-        layers = tuple(
-            BlockWeights(*(plain_input(precision, *read(f"{name}.{part}")) for part in parts)) for name in names
-        )
+        names = [f"layers.{index}" for index in range(config.depth)]
+
+        def block(name: str) -> BlockWeights:
+            parts = QUANTISED["denoise"]["native"].names
+            qkv, out, up, down = (plain_input(precision, *read(f"{name}.{part}")) for part in parts)
+            return BlockWeights(qkv, out, up, down)
+
         weight, bias = read("action_in")
         own = torch.cat([read(f"{name}.modulation")[0][:, config.time_dim :] for name in names])
         start = torch.zeros(config.action_horizon, config.width, device=weight.device)
         if config.positions:
             start.copy_(model.weight("head.positions"))
         return cls(
-            layers, make_linear(filled(weight), bias, dtype), make_linear(*read("action_out"), dtype), start,
-            filled(own).to(dtype).contiguous(), precision,
+            tuple(map(block, names)), make_linear(filled(weight), bias, dtype),
+            make_linear(*read("action_out"), dtype), start, filled(own).to(dtype).contiguous(), precision,
         )  # fmt: skip
 
 
