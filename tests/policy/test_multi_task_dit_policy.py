@@ -128,6 +128,20 @@ def test_a_default_prompt_is_used(tmp_path: Path) -> None:
     np.testing.assert_array_equal(default.infer(without, noise=noise)["actions"], expected)
 
 
+def test_a_server_answers_as_the_policy(policy: OptimizedPolicy) -> None:
+    from vla_accel.client import PolicyClient
+    from vla_accel.server import background
+
+    given, noise = [observation(seed) for seed in (0, 3)], np.ones(policy.noise_shape)
+    policy.reset()
+    expected = [policy.infer(one, noise=noise)["actions"] for one in given]
+    policy.reset()
+    with background(policy) as server, PolicyClient(server.address) as client:
+        got = [client.infer(one, noise=noise)["actions"] for one in given]
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert np.abs(expected[0] - expected[1]).max() > 1e-3
+
+
 # -- steps --------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.families.diffusion_policy.network import ALIGNED, centre, filled
 from vla_accel.families.diffusion_policy.scheduler import Step
-from vla_accel.families.multi_task_dit.network import EPS, MODULATIONS, MultiTaskDit, MultiTaskDitConfig
+from vla_accel.families.multi_task_dit.network import EPS, MultiTaskDit, MultiTaskDitConfig
 from vla_accel.fp8 import Products
 from vla_accel.kernels import reference
 from vla_accel.kernels.activation import Activation
@@ -26,10 +26,10 @@ from vla_accel.kernels.attention.ops import attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.conv1d.ops import Film, Target, modulate, scheduler_step
 from vla_accel.kernels.gemm.config import default, gemm_sizes
-from vla_accel.kernels.gemm.epilogue import PLAIN, Epilogue, Heads, Rotation
+from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.rows.rows import post_norm
+from vla_accel.kernels.rows.rows import post_norm, rotate
 from vla_accel.nn.clip import last_rows
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.kernel_choices import Choice, KernelChoices
@@ -283,34 +283,29 @@ class NativeHead:
         self.x = torch.zeros(rows, width, device=device)
         self.y, self.h, self.context = (torch.zeros(rows, width, dtype=dtype, device=device) for _ in range(3))
         self.active, self.qkv = self.y.new_zeros(rows, 4 * width), self.y.new_zeros(rows, 3 * width)
-        split = torch.zeros(3, batch, horizon, config.heads, config.head_dim, dtype=dtype, device=device)
-        self.heads = Heads(*split)
-        self.rotation: Rotation | None = None
+        self.rope: tuple[Tensor, Tensor] | None = None
         if config.rope_base is not None:
             places = torch.arange(horizon, device=device)
             cos, sin = reference.rope_tables(places, config.head_dim, torch.float32, config.rope_base)
-            starts = torch.zeros(batch, dtype=torch.int32, device=device)
-            self.rotation = Rotation(cos[:, 0].contiguous(), sin[:, 0].contiguous(), starts)
+            self.rope = cos[:, 0].contiguous(), sin[:, 0].contiguous()
         aligned = round_up(config.action_dim, ALIGNED)
         self.first = Target(self.y.new_zeros(rows, aligned), aligned)
         self.output = torch.zeros(rows, config.action_dim, device=device)
         self.chain = Chain(current(device).gpu)
         self.choices = KernelChoices(device, self.chain)
         self._choose()
-        launches = 4 + (MODULATIONS + 1) * config.depth
+        launches = 4 + (7 if self.rope is None else 8) * config.depth
         self.detail = f"fused ops, {weights_in(weights.precision)}, {launches} launches a step{self.choices.detail}"
 
     def _choose(self) -> None:
         """Choose the kernels of the products."""
         layer, gpu = self.weights.layers[0], current(self.tables.device).gpu
-        heads = None if self.rotation is None else self.heads
-        for name, x, product, out in (
-            ("action_in", self.first.rows, self.weights.action_in, None),
-            ("action_out", self.h, self.weights.action_out, None),
-            ("qkv", self.h, layer.qkv, heads), ("out", self.context, layer.out, None),
-            ("up", self.h, layer.up, None), ("down", self.active, layer.down, None),
+        for name, x, product in (
+            ("action_in", self.first.rows, self.weights.action_in), ("action_out", self.h, self.weights.action_out),
+            ("qkv", self.h, layer.qkv), ("out", self.context, layer.out), ("up", self.h, layer.up),
+            ("down", self.active, layer.down),
         ):  # fmt: skip
-            sizes = gemm_sizes(x, product, out)
+            sizes = gemm_sizes(x, product)
             if name.startswith("action"):
                 self.choices.chosen[name] = Choice(default(gpu, sizes))
             else:
@@ -336,7 +331,7 @@ class NativeHead:
         self._modulate(step, 0, self.weights.start)
         for index, layer in enumerate(self.weights.layers):
             self._product("qkv", layer)
-            attention(*self._queries_keys_values(), self.context, None)
+            self._attend()
             self._product("out", layer)
             self._modulate(step, 2 * index + 1, self.x)
             self._product("up", layer)
@@ -351,11 +346,12 @@ class NativeHead:
         film = Film(self.tables[step, columns], self.own[:, columns])
         modulate(x, self.y, self.x, self.h, film, eps=None if ends else EPS)
 
-    def _queries_keys_values(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self.rotation is not None:
-            return self.heads.q, self.heads.k, self.heads.v
-        q, k, v = self.qkv.view(*self.heads.q.shape[:2], 3, *self.heads.q.shape[2:]).unbind(2)
-        return q, k, v
+    def _attend(self) -> None:
+        config = self.config
+        if self.rope is not None:
+            rotate(self.qkv, *self.rope, config.heads)
+        q, k, v = self.qkv.view(self.batch, -1, 3, config.heads, config.head_dim).unbind(2)
+        attention(q, k, v, self.context, None)
 
     def _products(self, name: str) -> None:
         for layer in self.weights.layers:
@@ -364,11 +360,10 @@ class NativeHead:
     def _product(self, name: str, layer: BlockWeights) -> None:
         options = self.choices[name].options
         if name == "qkv":
-            out = self.qkv if self.rotation is None else self.heads
-            gemm(self.h, layer.qkv, out, Epilogue(rope=self.rotation), **options)
+            gemm(self.h, layer.qkv, self.qkv, **options)
         elif name == "out":
-            gemm(self.context, layer.out, self.y, PLAIN, **options)
+            gemm(self.context, layer.out, self.y, **options)
         elif name == "up":
             gemm(self.h, layer.up, self.active, Epilogue(layer.up.bias, Activation.GELU), **options)
         else:
-            gemm(self.active, layer.down, self.y, PLAIN, **options)
+            gemm(self.active, layer.down, self.y, **options)
