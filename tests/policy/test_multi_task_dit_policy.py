@@ -12,10 +12,11 @@ import pytest
 
 from tests.support.lerobot_saved import configure, edit
 from tests.support.tiny_multi_task_dit import CAMERAS, TASKS, observation, tiny_model, tokenizer_content, write_lerobot
-from vla_accel import OptimizedPolicy
+from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
 from vla_accel.families.loading import load
+from vla_accel.measure.flow import exact_policy
 from vla_accel.nn.clip import ClipVisionConfig
 
 EAGER: dict[str, Any] = {"precision": "fp32", "strict": True, "vision": "eager", "kv_cache": "eager",
@@ -70,6 +71,15 @@ def test_what_a_setting_says_changes_the_actions(tmp_path: Path) -> None:
         noise = np.random.default_rng(0).standard_normal(one.noise_shape)
         found.append(one.infer(observation(0, 2), noise=noise)["actions"])
     assert np.abs(found[0] - found[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("settings", [EAGER, NATIVE], ids=["eager", "native"])
+def test_bf16_is_near_fp32(settings: dict[str, Any], tmp_path: Path) -> None:
+    exact = policy_of(tmp_path, variant="flow")
+    rough = OptimizedPolicy.from_pretrained(tmp_path, {**settings, "precision": "bf16"}, device="cpu")
+    given, noise = observation(0, 2), np.random.default_rng(0).standard_normal(exact.noise_shape)
+    want, got = (one.infer(given, noise=noise)["actions"] for one in (exact, rough))
+    assert 0 < np.abs(got - want).max() < 0.02 * np.abs(want).max()
 
 
 def test_fp8_and_int8_are_of_the_blocks_weights(tmp_path: Path) -> None:
@@ -183,6 +193,14 @@ def test_a_flow_starts_from_noise_alone(tmp_path: Path) -> None:
         ConfigError, match="warm_start: expected none for multi_task_dit, whose chunks begin in the past"
     ):
         policy_of(tmp_path, variant="flow", warm_start=0.5)
+
+
+def test_a_flow_is_measured_where_there_is_one(tmp_path: Path) -> None:
+    for name, fields in (("flow", FLOW), ("noise", {})):
+        write_lerobot(tmp_path / name, configure(**fields))
+    assert exact_policy(str(tmp_path / "flow"), PolicyConfig()).num_steps == 4
+    with pytest.raises(ConfigError, match="expected a model whose steps integrate a flow, got multi_task_dit"):
+        exact_policy(str(tmp_path / "noise"), PolicyConfig())
 
 
 # -- folders ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The kernels of `kernels/conv1d` in Triton's interpreter, compared with their torch references, and the denoising
-programs of a small Diffusion Policy and a small Multi-task DiT (`interpreter`, test_conv1d). `main` prints for each case
-the largest difference, relative to the largest value, and its name."""
+programs of a small Diffusion Policy and a small Multi-task DiT (`interpreter`, test_conv1d). `main` prints for each
+case the largest difference, relative to the largest value, and its name."""
 
 from __future__ import annotations
 

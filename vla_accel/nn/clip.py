@@ -96,7 +96,7 @@ class ClipText(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         count = tokens.shape[1]
-        x = self.embed(tokens) + self.positions[:count]
+        x = (self.embed(tokens) + self.positions[:count]).to(self.projection.weight.dtype)
         seen = torch.ones(1, count, count, dtype=torch.bool, device=x.device).tril()
         for layer in self.layers:
             x = layer(x, None, seen)
