@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.lerobot_saved import configure, edit
 from tests.support.tiny_multi_task_dit import CAMERAS, TASKS, observation, tiny_model, tokenizer_content, write_lerobot
 from vla_accel import OptimizedPolicy, PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
-from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
+from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler, Step
 from vla_accel.families.loading import load
 from vla_accel.measure.flow import exact_policy
 from vla_accel.nn.clip import ClipVisionConfig
@@ -173,6 +175,21 @@ def test_a_flow_has_the_times_that_a_user_sets(policy: OptimizedPolicy, tmp_path
     assert np.abs(placed - want).max() > 1e-3
     native = policy_of(tmp_path, {**NATIVE, "schedule": (1.0, 0.9, 0.8, 0.1, 0.0)}, "flow")
     np.testing.assert_allclose(native.infer(given, noise=noise)["actions"], placed, atol=5e-5)
+
+
+@torch.inference_mode()
+def test_a_step_of_a_flow_is_eulers_at_its_time(policy: OptimizedPolicy) -> None:
+    times = (1.0, 0.9, 0.8, 0.1, 0.0)
+    placed = policy.with_steps(4, times)
+    placed.infer(observation(0, 2), noise=np.random.default_rng(0).standard_normal(policy.noise_shape))
+    engine, model = placed.pipelines.newest.engine("denoise"), placed.model
+    x, *given = (engine.inputs[name] for name in ("noise", "features", "text", "state"))
+    own = model.own_modulations(model.config.condition(*given))
+    for before, after in itertools.pairwise(times):
+        (table,) = model.times([Step(1.0 - before, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0)])
+        modulations = [row + part for row, part in zip(table, own, strict=True)]
+        x = x + (before - after) * model.head(x, modulations)
+    torch.testing.assert_close(engine.outputs["actions"], x, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
