@@ -107,7 +107,7 @@ def stored_tensors(model: MultiTaskDit, *, prefixed: bool = True) -> dict[str, t
         parts = value.split([piece.rows or len(value) for piece in pieces])
         for piece, part in zip(pieces, parts, strict=True):
             if piece.start is not None:  # the class token's position comes first
-                other = found.get(piece.name, part[:0])
+                other = found[piece.name] if piece.name in found else part[:0]
                 part = torch.cat((part, other) if piece.start == 0 else (other, part))
             found[piece.name] = (part[None] if piece.frame else part).clone()
     start = names.encoder(0)
