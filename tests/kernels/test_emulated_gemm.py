@@ -153,7 +153,10 @@ def test_tiles_compute_the_product(tile: HopperTile, kind: torch.dtype, multiply
         assert whole[0].isnan().all() and whole[-1].isnan().all()
 
 
-@pytest.mark.parametrize("activation", [Activation.GELU, Activation.GELU_ERF, Activation.GEGLU, Activation.SWIGLU])
+@pytest.mark.parametrize(
+    "activation",
+    [Activation.GELU, Activation.GELU_ERF, Activation.QUICK_GELU, Activation.GEGLU, Activation.SWIGLU],
+)
 @pytest.mark.parametrize(("kind", "quantize"), [(BF16, None), (FP8, 40.0)])
 def test_activations(activation: Activation, kind: torch.dtype, quantize: float | None, multiply: Multiply) -> None:
     rows, n, k = 75, 192, 256

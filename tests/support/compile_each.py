@@ -2,8 +2,9 @@
 
     python -m tests.support.compile_each KIND [VERSION] [--count]
 
-for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam`, `evo1`, `molmoact2` and
-`decode`, what the programs of GR00T, FastWAM, Evo-1 and MolmoAct2 and π0-FAST's decode launch; `int8`, products by
+for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam`, `evo1`, `molmoact2`,
+`multi_task_dit` and `decode`, what the programs of GR00T, FastWAM, Evo-1, MolmoAct2 and Multi-task DiT and π0-FAST's
+decode launch; `int8`, products by
 every tile that a build would measure; `each`, once each kernel and type of operands that compile_kernels.py does not
 compile for every capability. Prints its rows; with `--count` the number of launches, of Triton's kernels alone.
 """
@@ -43,6 +44,8 @@ from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n15, groot_n16, groot_n17
 from vla_accel.families.molmoact2.family import MOLMOACT2
 from vla_accel.families.molmoact2.network import molmoact2
+from vla_accel.families.multi_task_dit.bench import multi_task_dit
+from vla_accel.families.multi_task_dit.family import MULTI_TASK_DIT
 from vla_accel.families.openvla_oft.family import OPENVLA_OFT, OftShape
 from vla_accel.families.openvla_oft.native import OftStore
 from vla_accel.families.openvla_oft.network import OpenVlaOft, openvla_oft
@@ -226,7 +229,7 @@ def others(gpu: Gpu) -> Iterator[Launch]:
     for name in MODELS:
         yield from of_model(gpu, name)
     for precision in ("auto", "int8", *(["fp8"] if gpu.fp8 else [])):
-        for launches in (groot, wam, evo, oft, molmo, decode, integers):
+        for launches in (groot, wam, evo, oft, molmo, tasks, decode, integers):
             yield from itertools.chain(*launches(gpu, precision, 1).values())
     for family, config in ((ACT, act()), (DIFFUSION_POLICY, ddpm())):
         yield from itertools.chain(*frames(family, config, early=gpu.dependent_launch).values())
@@ -259,6 +262,14 @@ def evo(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     few = {name: replace(getattr(config, name), depth=2) for name in ("vision", "language", "head")}
     shape = Evo1Shape(batch, Schedule.uniform(2), 2, 64, True, (16, 16), config.arrangement)
     return frames(EVO1, replace(config, **few), shape, precision, early=gpu.dependent_launch)
+
+
+def tasks(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """A call's, by component, of Multi-task DiT with two layers of the published size each, and two steps."""
+    config = multi_task_dit(depth=2)
+    few = {name: replace(getattr(config, name), depth=2) for name in ("vision", "text")}
+    shape = Shape(batch, Schedule.uniform(2))
+    return frames(MULTI_TASK_DIT, replace(config, **few), shape, precision, early=gpu.dependent_launch)
 
 
 def frames(
@@ -302,7 +313,7 @@ def images() -> Iterator[Callable[[], Any]]:
 KINDS: dict[str, Callable[[Gpu, str, int], dict[str, list[Launch]]]] = {
     "groot": groot, "groot_n16": partial(groot, size=groot_n16, side=252), "decode": decode, "int8": integers,
     "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "evo1": evo, "openvla_oft": oft,
-    "molmoact2": molmo, "each": each,
+    "molmoact2": molmo, "multi_task_dit": tasks, "each": each,
 }  # fmt: skip
 
 

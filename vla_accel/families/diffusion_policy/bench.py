@@ -54,6 +54,15 @@ class DrawnDiffusionPolicy(Drawn):
         return 0
 
 
+def random_moments(transforms: FrameProcessor, rng: np.random.Generator) -> dict[str, Any]:
+    """Return random images and states of all moments that a policy sees."""
+    preset, moments = transforms.preset, transforms.history
+    shapes = zip(preset.images, transforms.frame_shapes, strict=True)
+    images = {key: rng.integers(0, 256, (moments, *shape, 3), dtype=np.uint8) for key, shape in shapes}
+    states = [preset.split(transforms.state_at(rng.uniform(-1, 1, preset.state_dim))) for _ in range(moments)]
+    return {**images, **{key: np.stack([state[key] for state in states]) for key in states[0]}}
+
+
 class DiffusionPolicyBench(BenchCard[DiffusionPolicyConfig, FrameInputs]):
     """Diffusion Policy with one camera, as it was published."""
 
@@ -86,11 +95,7 @@ class DiffusionPolicyBench(BenchCard[DiffusionPolicyConfig, FrameInputs]):
 
     def random_observation(self, transforms: FrameProcessor, rng: np.random.Generator) -> dict[str, Any]:
         """An observation with its whole history."""
-        preset, moments = transforms.preset, transforms.history
-        shapes = zip(preset.images, transforms.frame_shapes, strict=True)
-        images = {key: rng.integers(0, 256, (moments, *shape, 3), dtype=np.uint8) for key, shape in shapes}
-        states = [preset.split(transforms.state_at(rng.uniform(-1, 1, preset.state_dim))) for _ in range(moments)]
-        return {**images, **{key: np.stack([state[key] for state in states]) for key in states[0]}}
+        return random_moments(transforms, rng)
 
     def internals(
         self, config: DiffusionPolicyConfig, outputs: Mapping[str, Tensor], inputs: FrameInputs
