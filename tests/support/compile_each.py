@@ -183,12 +183,12 @@ def decode(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
 
 
 def integers(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
-    """Each activation by each tile; of INT8 alone."""
+    """A plain and a gated product by each tile, and GELU by the first; of INT8 alone."""
     rows, width, hidden, found = 544, 2048, 4096, []
     layer = make_linear(torch.empty(hidden, width, dtype=torch.int8, device=META), None, torch.bfloat16, 1.0, form=INT8)
     x = torch.empty(rows, width, dtype=torch.int8, device=META)
-    for tile in int8.candidates(gpu, rows) if precision == "int8" else ():
-        for activation in (Activation.NONE, Activation.GELU, Activation.GEGLU):
+    for i, tile in enumerate(int8.candidates(gpu, rows) if precision == "int8" else ()):
+        for activation in (Activation.NONE, Activation.GEGLU, *([Activation.GELU] if i == 0 else [])):
             plain, columns = activation is Activation.NONE, hidden // 2 if activation.gated else hidden
             out = torch.empty(rows, columns, dtype=torch.bfloat16 if plain else torch.int8, device=META)
             epilogue = Epilogue(activation=activation, quantize=None if plain else 1.0)
@@ -307,20 +307,21 @@ KINDS: dict[str, Callable[[Gpu, str, int], dict[str, list[Launch]]]] = {
 
 
 def main(name: str, *words: str) -> None:
-    gpu, launches_of = ARCHITECTURES[next((word for word in words if word in ARCHITECTURES), "9.0")], KINDS[name]
-    compile_on(gpu)
-    if "--count" in words:
-        print(json.dumps({part: len(found) for part, found in launches_of(gpu, "auto", 1).items()}))
-        return
-    seen = set()
-    for precision, batch in (("auto", 1), ("fp8", 1), ("int8", 1), ("auto", 3)):
-        if precision == "fp8" and not gpu.fp8:
+    launches_of = KINDS[name]
+    for gpu in [ARCHITECTURES[word] for word in words if word in ARCHITECTURES] or [ARCHITECTURES["9.0"]]:
+        compile_on(gpu)
+        if "--count" in words:
+            print(json.dumps({part: len(found) for part, found in launches_of(gpu, "auto", 1).items()}))
             continue
-        for launch in itertools.chain(*launches_of(gpu, precision, batch).values()):
-            _, key = source_of(launch)
-            if key not in seen:
-                seen.add(key)
-                print_row(gpu, launch)
+        seen = set()
+        for precision, batch in (("auto", 1), ("fp8", 1), ("int8", 1), ("auto", 3)):
+            if precision == "fp8" and not gpu.fp8:
+                continue
+            for launch in itertools.chain(*launches_of(gpu, precision, batch).values()):
+                _, key = source_of(launch)
+                if key not in seen:
+                    seen.add(key)
+                    print_row(gpu, launch)
 
 
 if __name__ == "__main__":
