@@ -1,6 +1,6 @@
 """Record demonstrations of the scripted expert in one task, for `eval.lerobot.train`.
 
-    python -m eval.lerobot.record --states runs/demo/states --task 0 --output runs/lerobot/episodes
+    python -m eval.lerobot.record --states runs/lerobot/states --task 0 --output runs/lerobot/episodes
 
 An action with noise is executed, and the expert's own is recorded: the policy learns to correct what noise did. The
 shipped evaluation states never enter. Only successful episodes are kept.

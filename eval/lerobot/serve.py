@@ -1,7 +1,7 @@
 """Serve a folder of ACT or Diffusion Policy by lerobot's own code, to compare success with it in paired episodes.
 
     python -m eval.lerobot.serve runs/lerobot/act/checkpoints/last/pretrained_model --port 8100
-    python -m eval.libero --policy ws://localhost:8100 --tasks 0 --trials 200 --starts runs/demo/held_out
+    python -m eval.libero --policy ws://localhost:8100 --tasks 0 --trials 200 --starts runs/lerobot/held_out
 
 Takes LIBERO's observations, as this package's own policies do.
 """

@@ -4,7 +4,8 @@
 
 Network, loss, optimizer, loop and the saved folder (`checkpoints/<step>/pretrained_model`) are lerobot's. The data set
 is in memory instead of parquet files, so that lerobot needs neither datasets, pandas, pyarrow nor av: empty modules
-take their place where they are not installed.
+take their place where they are not installed. With `ACCELERATE_MIXED_PRECISION=bf16` in the environment, as `accelerate
+launch` sets it, updates are computed in BF16; the weights stay FP32.
 
 ACT's ResNet has batch norms with fixed statistics. Without weights of ImageNet they are the identity, and activations
 grow from block to block, so that training starts from statistics of the demonstrations.
@@ -59,6 +60,8 @@ class Arguments:
     """Learning rate."""
     save_every: Count = 5000
     """Updates from one saved folder to the next."""
+    warmup: Annotated[int, Within(0)] = 500
+    """Updates until the learning rate is reached; then it falls to 0 as a cosine."""
     workers: Annotated[int, Within(0)] = 8
     """Processes that load data."""
     device: str = "cuda"
@@ -199,12 +202,12 @@ def calibrate(policy: Any, data: Demonstrations) -> None:
     for module in free.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None  # the mean of all batches
-    free.train()
+    free.train().to(policy.config.device)
     for _ in range(CALIBRATED):
         rows = torch.randint(data.num_frames, (32,))
         for camera, key in enumerate(CAMERAS):
             stats, pixels = data.meta.stats[key], data.images[rows, camera].movedim(-1, -3) / 255
-            free((pixels - stats["mean"]) / stats["std"])
+            free(((pixels - stats["mean"]) / stats["std"]).to(policy.config.device))
     kept = frozen.state_dict().keys()
     frozen.load_state_dict({name: value for name, value in free.state_dict().items() if name in kept})
 
@@ -219,6 +222,7 @@ def run(chosen: Arguments) -> None:
     ):
         from lerobot.configs.default import DatasetConfig
         from lerobot.configs.train import TrainPipelineConfig
+        from lerobot.optim.schedulers import CosineAnnealingWithWarmupSchedulerConfig
         from lerobot.policies import factory
 
         config = new_config(chosen, (data.images.shape[2], data.images.shape[3]))
@@ -235,7 +239,9 @@ def run(chosen: Arguments) -> None:
             TrainPipelineConfig(
                 dataset=DatasetConfig(repo_id="local/expert"), policy=config, output_dir=chosen.output,
                 steps=chosen.steps, batch_size=chosen.batch, num_workers=chosen.workers, save_freq=chosen.save_every,
-                log_freq=min(200, chosen.steps), seed=chosen.seed, env_eval_freq=0,
+                log_freq=min(100, -(-chosen.steps // 4)), seed=chosen.seed, env_eval_freq=0,
+                use_policy_training_preset=False, optimizer=config.get_optimizer_preset(),
+                scheduler=CosineAnnealingWithWarmupSchedulerConfig(min(chosen.warmup, chosen.steps // 10)),
                 dataloader_multiprocessing_context="fork" if chosen.workers else None,
             )
         )  # fmt: skip

@@ -32,7 +32,7 @@ class Arguments(options.Arguments):
         suites = [name.strip() for name in self.suite.split(",")]
         for name in suites:
             benchmark.check_suite(name)
-        return from_sampled(benchmark, self.starts, suites)
+        return from_sampled(benchmark, self.starts, suites, self.tasks)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -34,10 +34,11 @@ def settings_for(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {} if size == IMAGE_SIZE else {"image_size": size}
 
 
-def from_sampled(benchmark: Benchmark, folder: Path, suites: Sequence[str]) -> Benchmark:
-    """The benchmark from start states of `eval.demo.states` in a folder. Raises ConfigError."""
+def from_sampled(benchmark: Benchmark, folder: Path, suites: Sequence[str], tasks: str | None = None) -> Benchmark:
+    """The benchmark from start states of `eval.demo.states` in a folder, which has them of all `tasks`. Raises
+    ConfigError."""
     starts = {name: sampled_of(name, folder) for name in suites}
-    load = functools.partial(load_sampled, folder=folder.absolute())
+    load = functools.partial(load_sampled, folder=folder.absolute(), tasks=tasks)
     return replace(benchmark, load_suite=load, settings={**benchmark.settings, STARTS: starts})
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from eval.harness.benchmark import Suite, Task
+from eval.harness.protocol import parse_tasks
 from eval.libero.install import libero
 from vla_accel.errors import ConfigError, SimulatorError, unknown
 from vla_accel.files import content_hash
@@ -67,16 +68,18 @@ def load_suite(name: str) -> LiberoSuite:
     return LiberoSuite(name, tuple(_load_task(name, i, task) for i, task in enumerate(names)), MAX_STEPS[base])
 
 
-def load_sampled(name: str, folder: Path) -> LiberoSuite:
-    """A suite whose tasks begin from start states that `eval.demo.states` sampled, below `folder` in one of the
-    suite's name, instead of the shipped ones. Raises ConfigError where they are missing or another suite's."""
+def load_sampled(name: str, folder: Path, tasks: str | None = None) -> LiberoSuite:
+    """A suite whose tasks, or only `tasks` (as in `parse_tasks`), begin from start states that `eval.demo.states`
+    sampled, below `folder` in one of the suite's name, instead of the shipped ones. Raises ConfigError where they are
+    missing or another suite's."""
     suite, place = load_suite(name), folder / name
     sampled_of(name, folder)
-    paths = [place / f"task_{task.id:02d}.npz" for task in suite.tasks]
-    if missing := [path.name for path in paths if not path.is_file()]:
+    count = len(suite.tasks)
+    paths = {i: place / f"task_{i:02d}.npz" for i in (range(count) if tasks is None else parse_tasks(tasks, count))}
+    if missing := [path.name for path in paths.values() if not path.is_file()]:
         raise ConfigError(f"starts: {place} lacks {', '.join(missing)}; make them: {sampling(place)}")
-    tasks = [replace(t, start_states=np.load(path)["states"]) for t, path in zip(suite.tasks, paths, strict=True)]
-    return replace(suite, tasks=tuple(tasks))
+    starts = {i: np.load(path)["states"] for i, path in paths.items()}
+    return replace(suite, tasks=tuple(replace(t, start_states=starts.get(t.id, ())) for t in suite.tasks))
 
 
 def sampling(place: Path) -> str:

@@ -105,6 +105,11 @@ def test_start_states_of_another_suite_or_too_few_are_refused(tmp_path: Path) ->
         from_sampled(LIBERO, folder, ["libero_spatial"])
 
 
+def test_only_the_tasks_that_are_played_must_have_sampled_start_states(tmp_path: Path) -> None:
+    played = from_sampled(LIBERO, sampled(tmp_path, tasks=3), ["libero_object"], "0,2").load_suite("libero_object")
+    assert [len(task.start_states) > 0 for task in played.tasks] == [True, False, True] + 7 * [False]
+
+
 @pytest.mark.parametrize(("asked", "given"), [(None, 224), (224, 224), (96, 96), (256, 256), (512, 256)])
 def test_a_model_is_handed_images_of_its_size(asked: int | None, given: int) -> None:
     """As far as they are rendered; and runs of a size that is openpi's keep their fingerprints."""

@@ -4,11 +4,13 @@ kernels a model, and two policies that are compared bit for bit could differ."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.gpu_memory import Reserve, free, reserved
 from tests.support.gpu_policies import NATIVE, SMALL, save
 from vla_accel import OptimizedPolicy
 from vla_accel.kernels.attention import choice
@@ -28,6 +30,27 @@ def untuned() -> Iterator[None]:
         patch.setattr(kernel_choices, "measure", lambda what, configs, *_: Choice(configs[0], {}))
         patch.setattr(choice, "remembered", first)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freed_after_module() -> Iterator[None]:
+    yield
+    free()
+
+
+@pytest.fixture(autouse=True)
+def freed(freed_after_module: None) -> Iterator[None]:
+    yield
+    free()
+
+
+@pytest.fixture
+def reserve() -> Iterator[Reserve]:
+    """Reserve gigabytes of the GPU until the test ends, and wait while tests of other processes hold them. For a test
+    that needs more than two."""
+    with ExitStack() as held:
+        yield lambda gigabytes: held.enter_context(reserved(gigabytes))
+        free()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 diffusers = pytest.importorskip("diffusers", reason="NOT RUN: needs diffusers")
 
 from tests.support.agreement import assert_as_near  # noqa: E402
+from tests.support.gpu_memory import Reserve  # noqa: E402
 from tests.support.images import ENGINES, VAES, both_sides, vae_inputs, wrong_answers  # noqa: E402
 from vla_accel.config import EngineSpec  # noqa: E402
 from vla_accel.errors import DeviceMemoryError, EngineError  # noqa: E402
@@ -130,8 +131,9 @@ def replace_weights(module: Any) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("name", "channels"), [("sd-vae", 4), ("qwen-vae", 16), ("wan-vae", 16), ("wan22-vae", 48)])
 def test_published_autoencoders_are_as_near_to_diffusers_in_float32_as_its_own_bfloat16(
-    name: str, channels: int, engine: str
+    name: str, channels: int, engine: str, reserve: Reserve
 ) -> None:
+    reserve(8)
     image, latents = (x.to(GPU) for x in vae_inputs(name, 256, 384, channels=channels))
     vae = random_model(name, dtype=torch.bfloat16, device=GPU)
     plain = both_sides(vae, image.bfloat16(), latents.bfloat16())
@@ -169,7 +171,8 @@ def test_odd_sizes_are_those_of_eager() -> None:
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("name", ["sd-vae", "qwen-vae", "wan22-vae"])
-def test_the_estimate_of_memory_is_near_what_is_used(name: str, engine: str) -> None:
+def test_the_estimate_of_memory_is_near_what_is_used(name: str, engine: str, reserve: Reserve) -> None:
+    reserve(16)
     vae = random_model(name, dtype=torch.bfloat16, device=GPU)
     component = vae_component(split_autoencoder(vae)[1], "decoder", (1024, 1024))
     estimate = required_bytes(component)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.gpu_memory import Reserve
 from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import NativeOptions
@@ -69,14 +70,16 @@ def run(settings: dict[str, Any], limit: float) -> dict[str, Any]:
     ],
     ids=["BF16", "FP8 with vision", "smallest"],
 )
-def test_pi05_runs_in_eight_gigabytes(settings: dict[str, Any], most: float) -> None:
+def test_pi05_runs_in_eight_gigabytes(settings: dict[str, Any], most: float, reserve: Reserve) -> None:
+    reserve(8)
     told = run(settings, 8e9)
     assert told["loading"] < most and told["running"] < most
     # Of the weights alone, counted and allocated agree but for the allocator's rounding.
     assert told["memory"]["unused"] == 0 and told["memory"]["total"] == pytest.approx(told["running"], rel=0.05)
 
 
-def test_what_does_not_fit_says_what_would() -> None:
+def test_what_does_not_fit_says_what_would(reserve: Reserve) -> None:
+    reserve(6)
     told = run(config(), 5.5e9)
     assert "out of memory: the weights need 6." in told["error"]
     assert re.search(r"weights of 4\.\d+ GB would fit: (kv_cache|denoise): {engine: native", told["error"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,7 +168,8 @@ def measured(rows: int, weights: Linear | None = None, *, inside: bool = False) 
 def test_the_hopper_gemm_gets_the_epilogue(on_h200: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "planned", lambda *_: TILES[0])
     weights = Linear(torch.zeros(32, 16).to(FP8), torch.ones(32), torch.tensor(0.5), torch.tensor(0.25), 0.5, 0.25)
-    x, out, epilogue = torch.zeros(2, 16).to(FP8), torch.zeros(2, 32), Epilogue(activation=GELU, quantize=3.0)
+    x, out = torch.zeros(2, 16).to(FP8), torch.zeros(2, 32).to(FP8)
+    epilogue = Epilogue(activation=GELU, quantize=3.0)
     with steered("cuda"):
         gemm(x, weights, out, epilogue)
     assert [(call["weights"], call["epilogue"], call["tile"]) for call in on_h200] == [(weights, epilogue, TILES[0])]
@@ -262,6 +264,21 @@ def test_the_table_decides_inside_a_chain_and_is_measured_elsewhere(
         gemm(x, plain(), out, norm=Norm(1e-6, Moments.like(x)))
         gemm(x, plain(), out, Epilogue(residual=True, moments=Moments.like(out)))
     assert len(library) == 1 and [call["norm"] is not None for call in on_h200] == [True, False]
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("kind", [torch.float32, BF16])
+def test_only_an_output_of_the_weights_dtype_goes_to_the_library(
+    on_h200: list[Any], monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, backend: Any
+) -> None:
+    """cuBLAS has no BF16 product with a bias and a float32 result, such as a loop's velocities."""
+    launched: list[str] = []
+    monkeypatch.setattr(ops, "_reference_product", ops.library_product)
+    monkeypatch.setattr(ops, "kernels", lambda name: SimpleNamespace(product=lambda *_: launched.append(name)))
+    x, weights, out = draw(2, 16).to(BF16), make_linear(draw(8, 16), draw(8), BF16), torch.zeros(2, 8, dtype=kind)
+    with steered(backend):
+        gemm(x, weights, out)
+    assert [bool(launched), bool(out.any())] == [kind == torch.float32, kind == BF16]
 
 
 def test_a_norm_without_a_kernel_is_an_error(on_h200: list[Any]) -> None:

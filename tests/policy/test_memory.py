@@ -256,6 +256,19 @@ def test_a_policy_that_does_not_fit_says_what_would(folders: dict[Kind, Path], m
         policy.warm_up()
 
 
+def test_a_precision_that_no_engine_has_is_not_advised(
+    folders: dict[Kind, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 of a policy in FP32."""
+    real, failures = VisionWeights.of, iter([out_of_memory])
+    monkeypatch.setattr(VisionWeights, "of", lambda *given: next(failures, real)(*given))
+    monkeypatch.setattr(footprint.Gpu, "of", lambda _: H200)
+    checkpoint = load(folders["pi05"], dtype=torch.float32, whole=False)
+    policy = OptimizedPolicy(checkpoint, replace(NATIVE, precision="fp32"))
+    with pytest.raises(DeviceMemoryError, match="no smaller configuration of this model would fit"):
+        policy.warm_up()
+
+
 @pytest.mark.parametrize(("gpu", "low"), [(H200, "fp8"), (replace(H200, capability=(8, 6)), "int8")])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_smaller_configurations_are_those_that_the_gpu_has(

@@ -57,7 +57,8 @@ class Policy(nn.Module):
         config, images = network.config, torch.stack([batch[name] for name in tiny_smolvla.CAMERAS], 1)
         state = nn.functional.pad(batch["observation.state"], (0, config.state_dim - STATE))
         if noise is None:
-            noise = torch.normal(0.0, 1.0, (len(state), config.action_horizon, config.action_dim))
+            shape = (len(state), config.action_horizon, config.action_dim)
+            noise = torch.normal(0.0, 1.0, shape, device=state.device)
         tokens, mask = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
         return smolvla_actions(network, 2 * images - 1, tokens, mask, state, noise)[..., :STATE] + self.moved
 

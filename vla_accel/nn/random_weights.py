@@ -27,6 +27,7 @@ EXPERT_BRANCH = 2.0
 """Factor on the residual branches of the expert, so that its result depends as much on the prefix as on itself."""
 PIECE = 1 << 24
 """Values that are drawn at a time."""
+_EXPERTS = ("expert", "head")
 # The products that end a residual branch.
 BRANCH_ENDS = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
 
@@ -51,7 +52,7 @@ class Drawn:
         value = torch.empty(shape, device=device, dtype=dtype or torch.float32)
         generator = torch.Generator(self.device).manual_seed(self.seed + (zlib.crc32(name.encode()) << 8))
         mean, deviation = self._normal(name)
-        sharp, boundary = math.sqrt(EXPERT_SHARP if _of(name) == "expert" else SHARP), self._query_key_rows(name)
+        sharp, boundary = math.sqrt(EXPERT_SHARP if _of(name) in _EXPERTS else SHARP), self._query_key_rows(name)
         # In pieces: in float32 the embedding table alone would take two gigabytes more than it keeps.
         step = max(1, PIECE // max(1, shape[1:].numel()))
         for first in range(0, shape[0], step):
@@ -137,10 +138,22 @@ class DrawnDit(Drawn):
             return 1.0, 0.1
         if name in ("vision.position_embedding", "head.action_positions", "embed.weight"):
             return 0.0, 0.5
-        part, gain = name.split(".")[0], 0.2 if "modulation" in name else 1.0
+        part, gain = _of(name), 0.2 if "modulation" in name else 1.0
         if ".layers." in name and name.endswith(BRANCH_ENDS):
-            gain = 1.0 / math.sqrt(2 * getattr(config, part).depth)
+            gain = (EXPERT_BRANCH if part == "head" else 1.0) / math.sqrt(2 * getattr(config, part).depth)
         return 0.0, gain / math.sqrt(self.shapes[name][1:].numel())
 
     def _query_key_rows(self, name: str) -> int:
-        return 0  # its attention is as flat as it falls
+        rows: int = self.shapes[name][0]
+        if name.startswith("head.vl_layers."):
+            return 0
+        if name.endswith(".q_proj.weight"):
+            return rows
+        if name.endswith(".kv_proj.weight"):
+            return rows // 2
+        if not name.endswith("qkv_proj.weight"):
+            return 0
+        if _of(name) != "language":
+            return rows // 3 * 2
+        language: Any = self.config.language
+        return (language.heads + language.kv_heads) * language.head_dim

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vla_accel.config import EnginePrecision, EngineSpec
 from vla_accel.engines import build
-from vla_accel.errors import CheckpointError, DeviceMemoryError
+from vla_accel.errors import CheckpointError, DeviceMemoryError, EngineError
 from vla_accel.families.family import Family, Shape, quantised_configs
 from vla_accel.families.loading import Checkpoint
 from vla_accel.fp8 import FORMATS, Scales
@@ -139,7 +139,10 @@ def explained_if_too_large(
         now = count(specs)
         advice = "no smaller configuration of this model would fit"
         for text, other in smaller(plan.family, specs, plan.device, scales is not None):
-            size = sum(count(other).values())
+            try:
+                size = sum(count(other).values())
+            except EngineError:  # no engine has a part of this policy in this precision
+                continue
             if size < sum(now.values()) and size * (1 + BUFFERS) <= free[0]:
                 advice = f"weights of {_gb(size)} would fit: {text}"
                 break

@@ -42,19 +42,10 @@ class PieceTokenizer(DummyTokenizer):
 
 
 class DrawnEvo1(DrawnDit):
-    """Weights of an `Evo1`, whose queries and keys are sharp enough that observations matter."""
+    """Weights of an `Evo1`."""
 
     def _normal(self, name: str) -> tuple[float, float]:
         return (1.0, 0.1) if "layer_scale" in name else super()._normal(name)
-
-    def _query_key_rows(self, name: str) -> int:
-        part, config = name.partition(".")[0], self.config
-        if name.endswith(("q_proj.weight", "kv_proj.weight")) and part == "head":
-            return config.language.width
-        if not name.endswith("qkv_proj.weight"):
-            return 0
-        language = config.language
-        return 2 * config.vision.width if part == "vision" else (language.heads + language.kv_heads) * language.head_dim
 
 
 class Evo1Bench(BenchCard[Evo1Config, Inputs]):

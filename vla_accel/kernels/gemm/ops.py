@@ -58,7 +58,7 @@ def gemm(
     if x.dtype == INT8.dtype:
         assert isinstance(out, Tensor)
         return int8.launch(x, weights, out, epilogue, int8.tile(weights, epilogue.activation, len(x)))
-    if config is None and not _needs_triton(epilogue, norm):
+    if config is None and not (_widens(x, out) or _needs_triton(epilogue, norm)):
         assert isinstance(out, Tensor)
         return _hopper_or_library(x, weights, out, epilogue, norm, workspace)
     gpu = current(x).gpu
@@ -142,6 +142,11 @@ def by_library(
     else:
         assert activation in (Activation.GELU, Activation.GELU_ERF)
         gelu(workspace[0], out, inverse_scale=epilogue.quantize, exact=activation is Activation.GELU_ERF)
+
+
+def _widens(x: Tensor, out: Tensor | Heads) -> bool:
+    """Return whether the output is wider than a product of such rows, which cuBLAS refuses where it adds a bias."""
+    return isinstance(out, Tensor) and out.dtype == torch.float32 != x.dtype
 
 
 def _needs_triton(epilogue: Epilogue, norm: Norm | None) -> bool:
