@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import json
 import re
 import sysconfig
@@ -18,7 +19,7 @@ import torch
 from tests.kernels.test_gemm import BF16, FP8, GEGLU, GELU, NONE, NORMED, RESIDUAL, SWIGLU, TABLE, TILES, why_not
 from tests.support.cubin import local_between, registers_of, stack_of
 from tests.support.gpus import A100, ARCHITECTURES, B200, GENERATIONS, H200, RTX_3090, RTX_4090, RTX_5090
-from tests.support.scripts import lines_of
+from tests.support.scripts import lines_of, needs_triton
 from tests.support.streamed_support import EXPERTS, LOOPS, LoopCase, Loops, recorded_loop
 from vla_accel.errors import EngineError
 from vla_accel.families.diffusion_policy.bench import ddpm
@@ -106,6 +107,15 @@ def test_every_models_kernels_compile_and_fit(compiled: list[dict[str, Any]]) ->
         own = [row for row in compiled if row["models"] == [model] and row["kernel"] in products]
         assert {row["kernel"] for row in own} == products and all(row["int8"] for row in own)
     assert not any(row["int8"] for row in compiled if not any("int8" in model for model in row["models"]))
+
+
+@pytest.mark.slow
+@needs_triton
+def test_a_generation_has_the_same_code(tmp_path: Path) -> None:
+    """So a launch of several of its GPUs is compiled once."""
+    assert sorted(itertools.chain(*GENERATIONS)) == sorted(ARCHITECTURES)
+    found = [json.loads(line) for line in lines_of("compile_generations", cache=tmp_path)]
+    assert len(found) == 6 and all(codes == 1 for *_, codes in found), found
 
 
 @pytest.mark.slow
