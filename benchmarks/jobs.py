@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 STORED_GPU = "H200"
 """Runs whose name ends in this GPU are stored only when they come from one."""
@@ -161,6 +162,45 @@ SCHEDULES = {
     "schedules_smolvla": schedules("schedules_smolvla", "--trials 50", "smolvla_demo"),
 }
 
+
+def families(only: str = "") -> list[Job]:
+    """Whole calls of the families whose tables take a run from any GPU."""
+    timed = partial(bench, only=only)
+    return [
+        timed("act", "--model act --systems native-bf16,eager,lerobot-eager --steps 1 --batch 1,2,4,8 "
+              "--calls 100 --profile", "lerobot"),
+        timed("diffusion_policy", "--model diffusion_policy --systems native-bf16,native-int8-denoise,eager,"
+              "lerobot-eager --steps 10,100 --batch 1,4 --calls 50 --profile", "lerobot"),
+        *(timed(model, f"--model {model} --systems native-bf16,native-fp8,eager --views 2 --steps 4 --calls 50 "
+                "--profile")
+          for model in ("groot_n16", "groot_n15")),
+        timed("vla_jepa", "--model vla_jepa --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 "
+              "--calls 50 --profile", "lerobot"),
+        timed("evo1", "--model evo1 --systems native-bf16,native-fp8,native-int8-denoise,eager,lerobot-eager "
+              "--views 2 --steps 32,10 --batch 1,2,4 --calls 40 --profile", "lerobot"),
+        timed("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 "
+              "--steps 10,3 --calls 40 --profile", "lerobot"),
+        timed("fastwam", "--model fastwam --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 "
+              "--steps 10,3 --calls 40 --profile", "lerobot"),
+        timed("xvla", "--model xvla --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-eager-bf16 "
+              "--views 2 --steps 10,5,3 --batch 1,2,4 --calls 40 --profile", "lerobot"),
+        *(timed(model, f"--model {model} --systems native-bf16,eager --views 2 --calls 50 --profile")
+          for model in ("starvla_groot", "starvla_pi", "starvla_oft")),
+        *(timed(name, "--model openvla_oft --systems native-bf16,native-fp8,native-int8-denoise,eager --batch 1,2 "
+                f"--views {views} --calls 50 --profile")
+          for name, views in (("openvla_oft", 2), ("openvla_oft_one_view", 1))),
+        # torch.compile takes minutes, in runs of their own.
+        *(timed(f"{model}_compile", f"--model {model} --systems native-bf16,{other} {options}", "lerobot")
+          for model, other, options in (
+              ("act", "lerobot-compile", "--steps 1 --calls 100"),
+              ("diffusion_policy", "lerobot-compile", "--steps 10 --calls 50"),
+              ("evo1", "lerobot-compile", "--views 2 --steps 32 --calls 40"),
+              ("molmoact2", "lerobot-graph", "--views 2 --steps 10 --calls 40"),
+              ("fastwam", "lerobot-eager,lerobot-compile", "--views 2 --steps 10 --calls 40"),
+              ("xvla", "lerobot-compile-bf16", "--views 2 --steps 10 --calls 40"))),
+    ]  # fmt: skip
+
+
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
     # openpi's max-autotune compiles for longer than all of this takes; it is in bench_compile.
@@ -175,27 +215,7 @@ JOBS: tuple[Job, ...] = (
           "lerobot"),
     bench("groot", "--model groot --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 --calls 50 "
           "--profile", "lerobot"),
-    bench("act", "--model act --systems native-bf16,eager,lerobot-eager,lerobot-compile --steps 1 --batch 1,2,4,8 "
-          "--calls 100 --profile", "lerobot"),
-    bench("diffusion_policy", "--model diffusion_policy --systems native-bf16,native-int8-denoise,eager,lerobot-eager,"
-          "lerobot-compile --steps 100,10 --batch 1,2,4,8 --calls 50 --profile", "lerobot"),
-    *(bench(model, f"--model {model} --systems native-bf16,native-fp8,eager --views 2 --steps 4 --calls 50 --profile")
-      for model in ("groot_n16", "groot_n15")),
-    bench("vla_jepa", "--model vla_jepa --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 "
-          "--calls 50 --profile", "lerobot"),
-    bench("evo1", "--model evo1 --systems native-bf16,native-fp8,native-int8-denoise,eager,lerobot-eager,"
-          "lerobot-compile --views 2 --steps 32,10 --batch 1,2,4 --calls 40 --profile", "lerobot"),
-    bench("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-graph --views 2 "
-          "--steps 10,3 --calls 40 --profile", "lerobot"),
-    bench("fastwam", "--model fastwam --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-compile --views 2 "
-          "--steps 10,3 --calls 40 --profile", "lerobot"),
-    bench("xvla", "--model xvla --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-eager-bf16,"
-          "lerobot-compile-bf16 --views 2 --steps 10,5,3 --batch 1,2,4 --calls 40 --profile", "lerobot"),
-    *(bench(model, f"--model {model} --systems native-bf16,eager --views 2 --calls 50 --profile")
-      for model in ("starvla_groot", "starvla_pi", "starvla_oft")),
-    *(bench(name, "--model openvla_oft --systems native-bf16,native-fp8,native-int8-denoise,eager --batch 1,2 "
-            f"--views {views} --calls 50 --profile")
-      for name, views in (("openvla_oft", 2), ("openvla_oft_one_view", 1))),
+    *families(),
     bench("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8,native-fp8-decode,native-int8-decode,eager "
           "--calls 20"),
     bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla"),
@@ -213,6 +233,7 @@ JOBS: tuple[Job, ...] = (
     bench("pi05", f"--model pi05 --systems {OURS},portable-bf16,portable-fp8 --steps 10 --calls 60", only="H100"),
     bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla", only="H100"),
     bench("pi0", f"--model pi0 --systems {OURS},portable-bf16,portable-fp8 {SHAPE}", only="H100"),
+    *families("H100"),
     Job("start_pi05_h200", f"vla-accel bench --model pi05 --systems {OURS} --steps 10 --calls 20 --starts --output "
         "{json}"),
     Job("fp8_accumulation_h200", "python -m benchmarks.accumulation --count 8 --draws 2 --output {json}"),

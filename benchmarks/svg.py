@@ -199,5 +199,5 @@ def sources(reports: Sequence[Report]) -> str:
     names = ", ".join(f"[{who}]({page})" for who, page in sorted(pages.items()))
     return (
         f"Blue: whole calls of this package. Orange: the fastest figure that another project had published by "
-        f"{LOOKED_UP}, as that project measured it on its own GPU ({names}; FlashRT times the replayed graph alone).\n"
+        f"{LOOKED_UP}, measured by that project on its own GPU ({names}; FlashRT times only the replayed graph).\n"
     )

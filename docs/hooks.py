@@ -1,6 +1,6 @@
-"""What mkdocs builds besides the pages in docs/: README, CONTRIBUTING and CHANGELOG, the pictures, the layout.
+"""Pages that mkdocs builds in addition to docs/: README, CONTRIBUTING and CHANGELOG, the pictures, the layout.
 
-Each of them stands in one place; links are rewritten from where a file lies to where its page is.
+Links are rewritten from the location of the file to the location of its page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 PICTURES = ROOT / "benchmarks" / "results"
 LAYOUT = "<!-- layout -->"
 PARTS = ("vla_accel", "eval", "benchmarks", "plugins", "tests")
-"""Folders whose modules the layout lists; of the tests, the folders alone."""
+"""Folders in the layout, with their modules; tests without modules."""
 _LINK = re.compile(r"(\]\()((?:\.\./)*)([\w./-]+)")
 
 
@@ -31,12 +31,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """A page with its links set right, and the layout in its place."""
+    """Return a page with rewritten links and the layout inserted."""
     return linked(markdown, page.file.src_uri).replace(LAYOUT, layout())
 
 
 def linked(markdown: str, page: str) -> str:
-    """Relative links as they are in the repository to links between the site's pages."""
+    """Rewrite relative links of the repository to links between pages of the site."""
     up = "../" * page.count("/")
 
     def target(match: re.Match[str]) -> str:
@@ -53,7 +53,7 @@ def linked(markdown: str, page: str) -> str:
 
 
 def layout() -> str:
-    """A table for each folder: its modules, and the first line of each one's docstring."""
+    """Return a table per folder: its modules and the first line of their docstrings."""
     parts = []
     for part in PARTS:
         for folder in sorted(p.parent for p in (ROOT / part).rglob("__init__.py")):
@@ -75,7 +75,7 @@ def _folder(folder: Path, *, modules: bool) -> str:
 
 
 def first_line(path: Path) -> str:
-    """The first sentence or line of a module's docstring, as Markdown for a table; empty where there is none."""
+    """Return the first paragraph of a module's docstring as Markdown for a table; empty without a docstring."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     line = " ".join(text.split("\n\n")[0].split())
     return line.replace("|", "\\|").replace("<", "&lt;")

@@ -21,7 +21,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Write or check; returns the exit status."""
-    after = {page: render(page.read_text()) for page in pages()} | drawings()
+    after = {page: render(page.read_text(), page) for page in pages()} | drawings()
     stale = [path for path, text in after.items() if not path.is_file() or path.read_text() != text]
     for path in stale:
         if arguments.check:

@@ -41,13 +41,13 @@ def quality(results: Sequence[Any]) -> str:
     made += [("success", run["policy"], run.get("weights")) for run in runs]
     return table(
         "configuration = `{name}` | cosine of the final actions = {cosine} | flips = {flips} | "
-        "success (95 %) = {rate0} | lost / gained = {pairs0} | under stress (95 %) = {rate1} | "
-        "lost / gained under stress = {pairs1}",
+        "success (95 %) = {rate0} | regressions / improvements = {pairs0} | under stress (95 %) = {rate1} | "
+        "regressions / improvements under stress = {pairs1}",
         rows,
         f"The bundled checkpoint, compared with {reference}. Flips: chunks of actions in which the command of the "
-        f"gripper is the opposite; the cosine leaves them out. Success: on equal episodes of {suite}; lost: episodes "
-        f"that only {reference} won, gained: episodes that only the configuration won{stress}{portable}. "
-        f"[Results](docs/results.md) has the runs.{doubts(made)}",
+        f"gripper is the opposite; the cosine leaves them out. Success: on equal episodes of {suite}; regressions: "
+        f"episodes that only {reference} won; improvements: episodes that only the configuration won{stress}{portable}."
+        f"{doubts(made)}",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.tables.table import Cell, Row, blocks, command, machine, of, steps_of, table
+from benchmarks.tables.table import MODELS, Cell, Row, blocks, command, machine, of, plural, steps_of, table
 from vla_accel.measure.host import beside
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, steps_timed
 from vla_accel.report.bench import ran
@@ -72,8 +72,9 @@ def components(result: Row) -> str:
     """The components of each call."""
     rows = [row for row in result["rows"] if row["parts_ms"]]
     columns = {"system": "{system}", "steps": "{steps}", **component_columns(result.get("parts", PI0_PARTS))}
-    if any("step_ms" in row for row in result["rows"]):
-        columns[f"a {steps_of(result['model'].get('kind', ''), 1).removeprefix('1 ')}"] = "{step_ms:.2f}"
+    one = steps_of(result["model"].get("kind", ""), 1)
+    if one.startswith("1 ") and any("step_ms" in row for row in result["rows"]):
+        columns[f"a {one.removeprefix('1 ')}"] = "{step_ms:.2f}"
     note = "Median ms of each component (its floor), and the rate it reached."
     if any(steps_timed(row) < row["steps"] for row in rows):
         note += (
@@ -132,11 +133,13 @@ def conditions(result: Row) -> str:
     model, ceilings = result["model"], result["ceilings"]
     sizes = ""
     if "views" in model:
-        sizes = f"{model['kind']}, {model['views']} views, {model['action_horizon']} actions, random weights; "
+        sizes = (
+            f"{model['kind']}, {plural(model['views'], 'view')}, {model['action_horizon']} actions, random weights; "
+        )
     elif model:
         sizes = f"checkpoint {model['name']} ({model['kind']}), {model['action_horizon']} actions; "
     count = max(row["calls"] for row in result["rows"])
-    text = f"{sizes}{machine(result)}; {count} calls of each system, in turns; {command(result)}."
+    text = f"{sizes}{machine(result)}; {count} calls of each system, alternating; {command(result)}."
     if ceilings:
         text += (
             f" Ceilings measured on the same GPU: {ceilings['bf16_flops'] * 1e-12:.0f} TFLOP/s in BF16, "
@@ -154,6 +157,13 @@ def conditions(result: Row) -> str:
 def bench(result: Row) -> str:
     """All tables of a report."""
     return blocks(calls(result), components(result), _batches(result), _kernels(result), conditions(result))
+
+
+def benches(results: Sequence[Row | None]) -> str:
+    """All tables of each stored report, below its model's name."""
+    stored = [result for result in results if result is not None]
+    each = [part for result in stored for part in (f"### {MODELS[result['model']['kind']]}\n", bench(result))]
+    return blocks(*each) or "No run is stored.\n"
 
 
 def whole_calls(result: Row) -> str:

@@ -223,7 +223,7 @@ def loop_copies(results: Sequence[Row]) -> str:
             **{name: f"{{{case}[us_a_layer]:.2f}} ({{{case}[change_percent]:+.1f}} %)" for case, name in LOOPS.items()},
         },
         rows,
-        f"µs a layer: the median of {min(replays)} replays, the variants in turns; random weights, results bit for bit "
+        f"µs a layer: the median of {min(replays)} replays, variants alternating; random weights, results bit for bit "
         "equal. In brackets: the change against the first row of the GPU.",
     )
 
@@ -246,7 +246,7 @@ def loop_rows(result: Row) -> str:
             "difference": "{error_to_first:.1e}",
         },
         rows,
-        f"Medians of at least {min(row['replays'] for row in rows)} replays, the variants in turns; random weights. In "
+        f"Medians of at least {min(row['replays'] for row in rows)} replays, variants alternating; random weights. In "
         "brackets: the smallest and the largest change of a turn, from the loop before in the same run. Difference: of "
         f"the actions from that loop's, relative, root mean square. {result['hardware']['gpu']}.",
     )

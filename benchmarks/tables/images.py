@@ -34,8 +34,8 @@ def autoencoders(result: Row) -> str:
         "decoder ms = {decoder[p50_ms]:.2f} | both ms = {both:.2f} | speed-up = {speedup:.1f}× | "
         "encoder cosine = {encoder[parity][cosine]:.6f} | decoder cosine = {decoder[parity][cosine]:.6f}",
         _sides(result).values(),
-        f"Median ms of a call, in turns; eager in {_dtype(result)}; cosine with FP32 eager. {machine(result)}; "
-        f"{result['vae']}, random weights.",
+        f"Median ms of a call, systems alternating; eager in {_dtype(result)}; cosine with FP32 eager. "
+        f"{machine(result)}; {result['vae']}, random weights.",
     )
 
 
@@ -51,8 +51,8 @@ def autoencoder_sizes(result: Row) -> str:
     return table(
         {"size": "{size}", **of(systems, "{@[both]:.2f}, {@[speedup]:.1f}×"), "cosine": "{cosine:.6f}"},
         rows,
-        f"Median ms of encoder and decoder together, in turns; eager in {_dtype(result)}; the lowest cosine with FP32 "
-        f"eager of the other systems. {machine(result)}; {result['vae']}, random weights.",
+        f"Median ms of encoder and decoder together, systems alternating; eager in {_dtype(result)}; the lowest cosine "
+        f"with FP32 eager of the other systems. {machine(result)}; {result['vae']}, random weights.",
     )
 
 

@@ -10,7 +10,7 @@ from benchmarks.tables.table import table
 from vla_accel.checkpoints.lerobot_settings import FIELDS, RELEASES, STEPS, releases
 from vla_accel.checkpoints.settings import Setting, shown
 
-_USES = {"read": "honoured", "neutral": "changes no action", "refused": "refused"}
+_USES = {"read": "honored", "neutral": "changes no action", "refused": "refused"}
 
 
 def _row(setting: Setting) -> dict[str, str]:

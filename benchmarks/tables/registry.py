@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.diagrams import DIAGRAMS
 from benchmarks.svg import draw_latency, draw_models, sources
 from benchmarks.tables import agreement, bench, flow, hardware, images, server, shapes, success
+from benchmarks.tables.families import families
 from benchmarks.tables.lerobot_fields import FIELD_TABLES, steps
 from eval.training import record_of
 
@@ -18,17 +21,25 @@ RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = "training/"
 """Prefix of a source that is the training record of a bundled checkpoint."""
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_LINK = re.compile(r"\]\(((?:benchmarks|docs)/[^)#]+)")
+"""A link in a table; tables write them relative to the repository."""
 
 Source = str | tuple[str, ...]
-"""A stored result by name, all that match a pattern with `*`, or several of both; `()` for what the package knows."""
+"""A stored result by name, of the first of `GPUS` that has one for `{gpu}`, all that match a pattern with `*`, or
+several of these; `()` for what the package knows."""
+GPUS = ("h200", "h100")
 BENCHED = ("bench_record_h200", "bench_pi0_h200", "bench_smolvla_h200", "bench_groot_h200")
 """Whole calls of each model at its published size, except π0-FAST, whose time depends on its tokens."""
 EVIDENCE = ("openpi_parity_h200", "lerobot_parity_cpu", "libero_paired", "libero_paired_smolvla")
+OTHERS = tuple(f"bench_{kind}_{{gpu}}" for kind in shapes.OTHERS)
+MODEL_RUNS = (*BENCHED, "bench_pi0_fast_h200", *OTHERS, *EVIDENCE)
 PAIRED = ("libero_paired", "libero_paired_portable_int8", "libero_stress", "libero_stress_elsewhere")
 SUITES = ("libero_spatial_demo", "libero_object_demo")
 
 TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
-    "models": (shapes.models, (*BENCHED, "bench_pi0_fast_h200", *EVIDENCE)),
+    "headline": (shapes.headline, BENCHED[0]),
+    "models": (shapes.models, MODEL_RUNS),
+    "models_detail": (shapes.models_detail, MODEL_RUNS),
     "models_sources": (sources, BENCHED),
     "quality": (agreement.quality, ("parity_*", *PAIRED)),
     "success": (success.success, SUITES),
@@ -55,6 +66,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "bench_smolvla": (bench.bench, "bench_smolvla_h200"),
     "bench_groot": (bench.bench, "bench_groot_h200"),
     "bench_pi0_fast": (bench.bench, "bench_pi0_fast_h200"),
+    "bench_others": (bench.benches, OTHERS),
     "paced": (bench.paced, "bench_pi05_alone_h200"),
     "batches": (bench.batches, "bench_pi05_batches_h200"),
     "starts": (bench.starts, "start_pi05_h200"),
@@ -88,13 +100,18 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "server_faults_gpus": (server.faults, "server_faults_h200"),
     **{name: (table, ()) for name, table in FIELD_TABLES.items()},
     "lerobot_steps": (steps, ()),
+    "families": (families, ()),
 }
 
 
 def load(source: Source) -> Any:
-    """The JSON of a source: one result, or a list for a pattern and for several names. Raises FileNotFoundError."""
+    """The JSON of a source: one result, or a list for a pattern and for several names; None if no GPU has it. Raises
+    FileNotFoundError."""
     if isinstance(source, tuple):
         return [load(one) for one in source]
+    if "{gpu}" in source:
+        paths = (RESULTS / f"{source.format(gpu=gpu)}.json" for gpu in GPUS)
+        return next((json.loads(path.read_text()) for path in paths if path.is_file()), None)
     if "*" in source:
         paths = sorted(RESULTS.glob(f"{source}.json"))
         if not paths:
@@ -111,20 +128,24 @@ def load(source: Source) -> Any:
 
 def pages() -> list[Path]:
     """The files that hold tables."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def render(text: str) -> str:
-    """A page with every table made again. Raises KeyError for an unknown table."""
+def render(text: str, page: Path = ROOT / "README.md") -> str:
+    """The text of a page with every table generated again. Raises KeyError for an unknown table."""
+
+    def relative(link: re.Match[str]) -> str:
+        return f"]({os.path.relpath(ROOT / link[1], page.parent)}"
 
     def replace(match: re.Match[str]) -> str:
         make, source = TABLES[match[2]]
-        return match[1] + make(load(source)) + match[3]
+        return match[1] + _LINK.sub(relative, make(load(source))) + match[3]
 
     return _BLOCK.sub(replace, text)
 
 
 def drawings() -> dict[Path, str]:
-    """The SVG pictures: README's models, and the components of a call for docs/results.md."""
+    """The SVG pictures: README's models, the components of a call, and the diagrams of docs/."""
     benched = load(BENCHED)
-    return {RESULTS / "models.svg": draw_models(benched), RESULTS / "latency.svg": draw_latency(benched[:2])}
+    drawn = {"models": draw_models(benched), "latency": draw_latency(benched[:2])} | DIAGRAMS
+    return {RESULTS / f"{name}.svg": text for name, text in drawn.items()}

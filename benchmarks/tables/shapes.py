@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.memory import parameters
 from benchmarks.tables.bench import PI0_PARTS, batched, call, component_columns
-from benchmarks.tables.table import MODELS, Cell, Row, blocks, doubt, machine, machines, picture, steps_of, table
+from benchmarks.tables.table import (
+    MODELS,
+    Cell,
+    Row,
+    blocks,
+    doubt,
+    machine,
+    machines,
+    picture,
+    plural,
+    steps_of,
+    table,
+)
 from vla_accel.measure.bench import SCHEMA
 from vla_accel.measure.systems import ORDINARY_TOKENS
 
@@ -17,8 +29,8 @@ OURS = ("native-", "portable-", "triton-", "realtime-vla")
 
 
 def published(results: Sequence[Row]) -> list[Row]:
-    """The reports of published sizes, those with the most batches first; without π0-FAST, which has no loop."""
-    found = [r for r in results if r.get("schema") == SCHEMA and r["model"].get("kind") != "pi0_fast"]
+    """The reports of published sizes, those with the most batches first; of families with a denoising loop alone."""
+    found = [r for r in results if r.get("schema") == SCHEMA and "denoise" in r.get("parts", PI0_PARTS)]
     return sorted((r for r in found if "views" in r["model"]), key=lambda r: -len(r["throughput"]))
 
 
@@ -28,7 +40,7 @@ def shape_of(result: Row) -> str:
     prompt = f", prompt of {tokens} tokens" if tokens else ""
     images = f", cameras of {camera[0]} × {camera[1]}" if camera else ""
     kind = MODELS.get(model["kind"], model["kind"])
-    return f"{kind}, {model['views']} views, {model['action_horizon']} actions{prompt}{images}"
+    return f"{kind}, {plural(model['views'], 'view')}, {model['action_horizon']} actions{prompt}{images}"
 
 
 def timed_calls(results: Sequence[Row]) -> Iterator[tuple[str, Row, Row]]:
@@ -153,6 +165,8 @@ def goals(results: Sequence[Row]) -> str:
 
 # -- a row a model ------------------------------------------------------------------------------------------------
 
+OTHERS = tuple(kind for kind in MODELS if kind not in ("pi05", "pi0", "smolvla", "groot", "pi0_fast"))
+"""Families whose stored run, if there is one, comes from any GPU of `registry.GPUS`."""
 BUNDLED = {"demo": "pi05", "smolvla_demo": "smolvla"}
 """The family of a bundled checkpoint."""
 
@@ -182,12 +196,17 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
     if not others and "eager" in found:
         others = {"ours-eager": found["eager"]}
     count, difference = agreement.get(kind) or (parameters(kind), None)
-    memory = found.get("native-bf16", {}).get("memory") or {}
+    bf16 = found.get("native-bf16", {})
+    memory = bf16.get("memory") or {}
+    base = min((name for name in others if "eager" in name), key=lambda name: others[name]["median_ms"], default=None)
     return {
         "model": MODELS[kind],
-        "size": f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M",
-        "call": f"{model['views']} views, {model['action_horizon']} actions, {steps_of(kind, steps)}",
+        "size": _size(count),
+        "call": f"{plural(model['views'], 'view')}, {model['action_horizon']} actions, {steps_of(kind, steps)}",
         "reference": "; ".join(f"{r['median_ms']:.2f} ({n.replace('-', ', ', 1)})" for n, r in others.items()) or None,
+        "ms": bf16.get("median_ms"),
+        "speedup": others[base]["median_ms"] / bf16["median_ms"] if base and bf16 else None,
+        "code": base and base.removeprefix("ours-").partition("-eager")[0],
         "bf16": call(found.get("native-bf16")),
         "fp8": call(found.get("native-fp8")),
         "memory": memory.get("peak_running", memory["total"]) / 1e9 if memory else None,
@@ -196,25 +215,69 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
     }
 
 
-def models(results: Iterable[Row]) -> str:
-    """A row for each model, from all its stored runs."""
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+
+
+def _models(results: Iterable[Row | None]) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The benches among the stored runs, and a row for each, completed from the other runs. None: no run is stored."""
     agreement: dict[str, tuple[int, str]] = {}
     played: dict[str, str] = {}
     benches = []
-    for result in results:
+    for result in filter(None, results):
         if "policies" in result:
             played |= dict(_played(result))
         elif "rows" in result:
             benches.append(result)
         else:
             agreement |= _agreement(result)
+    return benches, [_model(bench, agreement, played) for bench in benches]
+
+
+def _where(benches: Iterable[Row], described: Callable[[Row], str]) -> str:
+    return machines(((MODELS[bench["model"]["kind"]], bench) for bench in benches), described)
+
+
+def models(results: Iterable[Row | None]) -> str:
+    """README's table: a row for each model, from all its stored runs."""
+    benches, rows = _models(results)
+    return table(
+        "model = {model} ({size}) | ms = {ms:.2f} | GPU memory = {memory:.1f} GB | "
+        "speed-up = {speedup:.1f}× over {code} | success = {success}",
+        rows,
+        "BF16, batch 1, random weights of the published size. Ms: median of a whole call, from NumPy observation to "
+        "NumPy actions. Speed-up: over the faster eager PyTorch code of openpi or lerobot in the same run (eager: this "
+        "package's own). Success: the small bundled checkpoint of that model in LIBERO. "
+        f"{_where(benches, lambda bench: bench['hardware']['gpu'])}.",
+    )
+
+
+def models_detail(results: Iterable[Row | None]) -> str:
+    """A row for each model, with sizes, both precisions and the agreement with the original code; for a model without
+    a stored run a row that says so."""
+    benches, rows = _models(results)
+    timed = {bench["model"]["kind"] for bench in benches}
+    absent = [kind for kind in OTHERS if kind not in timed]
+    rows += [{"model": MODELS[kind], "size": _size(parameters(kind)), "call": "not measured"} for kind in absent]
     return table(
         "model = {model} | parameters = {size} | a call = {call} | reference = {reference} | native, BF16 = {bf16} | "
         "FP8 = {fp8} | GPU memory = {memory:.1f} GB | difference in FP32 = {difference} | success = {success}",
-        [_model(result, agreement, played) for result in benches],
-        "Median ms of a whole call at the published size with random weights, NumPy in to NumPy out, and the speed-up "
-        "over the reference: the original PyTorch code in the same run, or our own in eager mode. Difference in FP32: "
-        "the largest difference of the final actions from that code on equal weights. Success: of the small bundled "
-        "checkpoint, which was trained here, in BF16. "
-        f"{machines((MODELS[bench['model']['kind']], bench) for bench in benches)}.",
+        rows,
+        "Median ms of a whole call at the published size with random weights, and the speed-up over the reference: the "
+        "original PyTorch code in the same run, or our own in eager mode. Difference in FP32: the largest difference "
+        "of the final actions from the original code on equal weights. Success: of the small bundled checkpoint in "
+        f"BF16. {_where(benches, machine)}.",
+    )
+
+
+def headline(bench: Row) -> str:
+    """README's first sentence: a call in BF16, at its first step count, and the reference in the same run."""
+    steps, gpu = bench["rows"][0]["steps"], bench["hardware"]["gpu"].removeprefix("NVIDIA ")
+    found = {row["system"]: row["median_ms"] for row in bench["rows"] if row["steps"] == steps}
+    ours, theirs = found["native-bf16"], found["openpi-eager"]
+    fastest = min(ms for name, ms in found.items() if name.startswith("native-"))
+    return (
+        "Run vision-language-action (VLA) policies in real time on NVIDIA GPUs: "
+        f"**a call of {MODELS[bench['model']['kind']]} takes {ours:.1f} ms on an {gpu} in BF16 ({fastest:.1f} ms in "
+        f"FP8); openpi's eager PyTorch code takes {theirs:.0f} ms, {theirs / ours:.0f} times as long.**\n"
     )

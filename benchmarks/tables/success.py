@@ -143,12 +143,13 @@ def paired(result: Row) -> str:
     old = doubts((name, run.get("policy"), run.get("weights")) for name, run in policies.items())
     return table(
         f"run = {{name}} | steps = {{steps}} | success (95 %) = {{rates[0]}} | {reference} (95 %) = {{rates[1]}} | "
-        "pairs = {pairs} | lost / gained = {lost} / {gained} | p = {p} | could see = {sees:.1%} | "
+        "pairs = {pairs} | regressions / improvements = {lost} / {gained} | p = {p} | detectable = {sees:.1%} | "
         "errors = {other[errors]}, {reference[errors]}",
         rows,
-        f"Equal tasks, initial states and seeds. Lost: pairs that only {reference} won; gained: pairs that only the "
-        "run won; p: McNemar's exact test, two-sided; could see: the smallest true difference that such a run finds at "
-        "5 % in four of five cases; intervals: Wilson. A pair with a crash is an error and is not compared. "
+        f"Equal tasks, initial states and seeds. Regressions: pairs that only {reference} won; improvements: "
+        "pairs that only the run won; p: McNemar's exact test, two-sided; detectable: the smallest true difference "
+        "that such a run finds at 5 % with a power of 80 %; intervals: Wilson. A pair with a crash is an error and is "
+        "not compared. "
         f"{machines(policies.items())}; {command(result)}.{with_note(result)}{old}",
     )
 
@@ -199,7 +200,7 @@ def late(results: Sequence[Any]) -> str:
         {"ticks late": "{ticks}", "ms": "{ms:.0f}", **each, "systems this late": "{systems}"},
         rows,
         f"Success (Wilson, 95 %), {counts} denoising steps; a tick is {1e3 / hz:.0f} ms. Systems: π0.5 at its "
-        "published size, by the median of a call in [the table above](#latency). A dash: not played. "
+        "published size, by the median of a call in [the latency table](docs/results/latency.md). A dash: not played. "
         f"{machines(runs)}; {command(grids[0])}.{''.join(dict.fromkeys(map(with_note, grids)))}{old}",
     )
     return blocks(grid_table, picture("Success against latency, a line for each kind of chunks", LATE_PICTURE))

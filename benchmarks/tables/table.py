@@ -41,7 +41,7 @@ def blocks(*parts: str) -> str:
 
 def picture(words: str, file: str) -> str:
     """A picture of benchmarks/results, with its text."""
-    return f"![{words}](../benchmarks/results/{file})\n"
+    return f"![{words}](benchmarks/results/{file})\n"
 
 
 class _Missing(Exception):
@@ -102,11 +102,11 @@ def machine(result: Row) -> str:
     return f"{place}, torch {result['software']['torch']}{commit(result)}"
 
 
-def machines(results: Iterable[tuple[str, Row]]) -> str:
-    """`machine` of several named reports; with their names where the machines differ."""
+def machines(results: Iterable[tuple[str, Row]], described: Callable[[Row], str] = machine) -> str:
+    """`machine` of several named reports, or another description; with their names where these differ."""
     where: dict[str, list[str]] = {}
     for name, result in results:
-        where.setdefault(machine(result), []).append(name)
+        where.setdefault(described(result), []).append(name)
     if len(where) == 1:
         return next(iter(where))
     return "; ".join(f"{', '.join(dict.fromkeys(names))}: {place}" for place, names in where.items())

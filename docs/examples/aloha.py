@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # vla_accel = { path = "../..", editable = true }
 # ///
-"""Control two ALOHA arms at 50 Hz, without a pause between the chunks of actions.
+"""Control two ALOHA arms at 50 Hz without pauses between chunks.
 
 uv run docs/examples/aloha.py path/to/pi0_aloha "fold the towel"
 """
@@ -24,8 +24,7 @@ HZ = 50
 
 
 class Arms:
-    """Two arms that do not move, with black pictures: put your own driver here. Six joints and a gripper each, left
-    before right."""
+    """Dummy arms with black images; replace them by your driver. Six joints and a gripper each, left before right."""
 
     def joints(self) -> np.ndarray:
         return np.zeros(14)

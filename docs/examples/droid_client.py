@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # vla_accel = { path = "../..", editable = true }
 # ///
-"""Ask a policy server for actions with the keys of DROID, as openpi's example does; the server runs on a GPU machine:
+"""Request actions from a policy server with the keys of DROID, like openpi's example. On the GPU machine:
 
     vla-accel serve path/to/pi05_droid --host 0.0.0.0 --api-key-file key
 
@@ -27,7 +27,7 @@ EXECUTED = 8
 
 
 def actions(policy: Any, read: Callable[[], dict[str, Any]], prompt: str) -> Iterator[np.ndarray]:
-    """Yield joint velocities and the gripper's position, (8,), one for each control period of 1/15 s."""
+    """Yield joint velocities and gripper position (8,), one per control period of 1/15 s."""
     while True:
         seen = read()
         chunk = policy.infer(
@@ -43,7 +43,7 @@ def actions(policy: Any, read: Callable[[], dict[str, Any]], prompt: str) -> Ite
 
 
 def still_robot() -> dict[str, Any]:
-    """Black pictures of a robot that does not move: put your own here."""
+    """Dummy robot with black images; replace it by yours."""
     picture = np.zeros((180, 320, 3), np.uint8)
     return {"exterior": picture, "wrist": picture, "joints": np.zeros(7), "gripper": np.zeros(1)}
 

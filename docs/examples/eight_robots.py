@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # vla_accel = { path = "../..", editable = true }
 # ///
-"""Eight robots on one server: requests of different robots run together, in fair turns.
+"""Serve eight robots: requests of different robots are batched and take turns.
 
 uv run docs/examples/eight_robots.py
 """
@@ -24,7 +24,7 @@ ROBOTS, CALLS = 8, 20
 
 
 def robot(address: str, observation: dict, waits: list[float]) -> None:
-    """Ask for chunks one after another, and note how long each took, in milliseconds."""
+    """Request chunks one after another and record their times in milliseconds."""
     with PolicyClient(address) as client:
         for _ in range(CALLS):
             started = time.perf_counter()
@@ -33,7 +33,7 @@ def robot(address: str, observation: dict, waits: list[float]) -> None:
 
 
 def run(policy: OptimizedPolicy) -> list[list[float]]:
-    """Serve the policy to `ROBOTS` threads, and return the waits of each."""
+    """Serve the policy to `ROBOTS` threads and return the times of each."""
     waits: list[list[float]] = [[] for _ in range(ROBOTS)]
     with background(policy, ServerConfig(port=0, max_batch=4, max_wait_s=0.002)) as server:
         threads = [

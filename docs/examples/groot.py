@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # vla_accel = { path = "../..", editable = true }
 # ///
-"""Run GR00T on observations that are nested as in Isaac-GR00T (video, state and language by modality).
+"""Run GR00T on the nested observations of Isaac-GR00T (video, state, language).
 
 uv run docs/examples/groot.py nvidia/GR00T-N1.7-LIBERO/libero_10 "put the bowl on the plate"
 """
@@ -22,7 +22,7 @@ from vla_accel import OptimizedPolicy
 
 
 def flat(nested: Mapping[str, Mapping[str, Any]], policy: OptimizedPolicy) -> dict[str, Any]:
-    """An observation of Isaac-GR00T's Gr00tPolicy, of one robot and one moment, under the names of this policy.
+    """Convert an observation of Isaac-GR00T's Gr00tPolicy (one robot, one time step) to the keys of this policy.
 
     `nested` has the cameras and the parts of the state in the checkpoint's order: video (1, 1, height, width, 3) uint8,
     state (1, 1, n), language [[text]].

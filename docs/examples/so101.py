@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # vla_accel = { path = "../..", editable = true }
 # ///
-"""Drive an SO-101 arm with a checkpoint of lerobot's, for instance a fine-tuned SmolVLA.
+"""Control an SO-101 arm with a lerobot checkpoint, such as a fine-tuned SmolVLA.
 
 uv run docs/examples/so101.py CHECKPOINT /dev/ttyACM0 "pick up the bowl"
 """
@@ -24,7 +24,7 @@ HZ = 30
 
 
 def observation(robot: Any, task: str) -> dict[str, Any]:
-    """The robot's joints and cameras under the names that lerobot's datasets have for them."""
+    """Return joints and cameras under the names of lerobot's datasets."""
     read = robot.get_observation()
     joints = [read[name] for name in robot.action_features]
     images = {f"observation.images.{name}": read[name] for name in robot.cameras}
@@ -32,7 +32,7 @@ def observation(robot: Any, task: str) -> dict[str, Any]:
 
 
 def drive(robot: Any, policy: Any, task: str, seconds: float) -> Any:
-    """Send one action a control period, and return the runner's report."""
+    """Send one action per control period and return the runner's report."""
     with policy.async_runner(hz=HZ) as runner:
         runner.start(observation(robot, task))
         tick = time.perf_counter()

@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # vla_accel = { path = "../..", editable = true }
 # ///
-"""Call a policy from a plain PyTorch program: torch images in, a torch chunk of actions out.
+"""Call a policy from a PyTorch program, with tensors on both sides.
 
 uv run docs/examples/torch_loop.py
 """
@@ -34,7 +34,7 @@ def chunks(policy: OptimizedPolicy, frames: Iterable[tuple[Tensor, Tensor, Tenso
 
 
 def random_frames(count: int) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-    """Pictures of noise, in place of a camera."""
+    """Yield images of noise instead of a camera's."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         image, wrist = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8, generator=generator)

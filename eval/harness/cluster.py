@@ -146,8 +146,8 @@ class RayWorkers:
         ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=START_TIMEOUT_S)
         if not ready and not self._busy():
             raise EngineError(
-                f"ray: expected room for a {'simulator (a core)' if self._simulators else 'policy'} on the cluster, "
-                f"got none for {START_TIMEOUT_S:.0f} s"
+                f"ray: expected free resources for a {'simulator (a core)' if self._simulators else 'policy'} on the "
+                f"cluster, got none for {START_TIMEOUT_S:.0f} s"
             )
         for reference in ready:
             actor, then = self._pending.pop(reference)

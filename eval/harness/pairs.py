@@ -138,7 +138,7 @@ def described(result: Mapping[str, Any]) -> dict[str, Any]:
     metadata, config = policy.get("metadata") or {}, policy.get("config") or {}
     specs = {**config, **config.get("engines", {})}
     return {
-        **{name: policy.get(name) for name in ("sha256", "weights")},
+        **{name: policy.get(name) or metadata.get(name) for name in ("sha256", "weights")},
         "policy": policy.get("name"),
         "dtype": metadata.get("dtype"),
         "asked": {name: spec for name, spec in specs.items() if isinstance(spec, Mapping) and "engine" in spec},

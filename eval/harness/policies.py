@@ -27,7 +27,7 @@ from vla_accel.remote.metadata import WARM_START, ensemble_of, history_of, max_d
 log = logging.getLogger("vla_accel")
 
 Chunking = Literal["plain", "rtc", "warm"]
-REMOTE_IDENTITY = ("policy", "model", "num_steps", "schedule", WARM_START, TEMPORAL_ENSEMBLE, "dtype")
+REMOTE_IDENTITY = ("policy", "weights", "model", "num_steps", "schedule", WARM_START, TEMPORAL_ENSEMBLE, "dtype")
 WARM_UP_CALLS = 2
 ANSWER_TIMEOUT_S = 300.0  # a server may compile at its first request
 

@@ -20,6 +20,7 @@ import torch
 from eval.lerobot.train import CAMERAS, lerobot_without_datasets
 from eval.script import run_script
 from vla_accel.cli.options import Argument, Seed, Within
+from vla_accel.files import content_hash
 from vla_accel.server import ServerConfig, serve
 
 KEYS = {
@@ -60,8 +61,10 @@ class LerobotPolicy:
         self.seed, self.history = seed, config.n_obs_steps
         size = config.input_features[CAMERAS[0]].shape[1]
         *images, state = KEYS
+        steps = getattr(config, "num_inference_steps", 1) or config.num_train_timesteps
         self.metadata = {
-            "policy": str(folder), "model": {"kind": f"lerobot {config.type}"}, "image_size": size, "num_steps": 1,
+            "policy": str(folder), "weights": content_hash(folder / "model.safetensors"),
+            "model": {"kind": f"lerobot {config.type}"}, "image_size": size, "num_steps": steps,
             "action_horizon": len(config.action_delta_indices), "action_dim": 7,
             "robot": {"images": images, "state": [state]}, **({"history": self.history} if self.history > 1 else {}),
         }  # fmt: skip

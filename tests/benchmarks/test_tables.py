@@ -15,6 +15,7 @@ from benchmarks import pictures, store
 from benchmarks.svg import PUBLISHED, draw_models, sources
 from benchmarks.tables import agreement, hardware, registry, shapes, success
 from benchmarks.tables import bench as benches
+from benchmarks.tables.families import families
 from benchmarks.tables.table import OLD, UNKNOWN, doubt, machine, table
 from eval import paired
 from eval.harness.statistics import smallest_difference
@@ -31,6 +32,7 @@ from tests.support.reports import (
 )
 from vla_accel.checkpoints.bundled import NAMED
 from vla_accel.component import BESIDE
+from vla_accel.families.family import FAMILIES
 from vla_accel.ledger import LedgerEntry
 from vla_accel.measure import bench
 from vla_accel.measure.parity import Agreement, Report
@@ -43,10 +45,10 @@ WEIGHTS = registry.load("training/demo")["weights"]
 # -- pages --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", registry.pages(), ids=lambda p: p.name)
+@pytest.mark.parametrize("page", registry.pages(), ids=lambda p: p.relative_to(registry.ROOT).as_posix())
 def test_a_page_is_up_to_date(page: Path) -> None:
     text = page.read_text()
-    assert registry.render(text) == text, f"{page.name} differs from benchmarks/results: run `make tables`"
+    assert registry.render(text, page) == text, f"{page.name} differs from benchmarks/results: run `make tables`"
 
 
 def test_the_svg_pictures_are_up_to_date() -> None:
@@ -217,16 +219,62 @@ def test_a_model_has_one_row_from_all_its_stored_runs() -> None:
     }
     lerobot = lerobot_report()
     played = comparison(native=libero_result(np.arange(20) > 3, WEIGHTS))
-    first, second = cells(shapes.models([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
+    first, second, *_ = cells(shapes.models_detail([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
     assert first[3:] == ["60.00 (openpi, eager)", "14.00, 4.3×", "-", "-", "4.0e-06", "80.0 % of 20"]
     assert second[:2] == ["SmolVLA", "402 M"] and second[-3:] == ["1.3 GB", "2.0e-06", "-"]
-    alone = cells(shapes.models([smolvla]))[0]
+    alone = cells(shapes.models_detail([smolvla]))[0]
     assert alone[1] == "403 M" and alone[-2:] == ["-", "-"], "parameters are counted where no run has them"
     small = {**smolvla, "model": {**smolvla["model"], "kind": "pi0_fast"}}
-    row = cells(shapes.models([small, lerobot]))[0]
+    row = cells(shapes.models_detail([small, lerobot]))[0]
     assert row[:2] == ["π0-FAST", "2.92 B"] and row[-2:] == ["-", "-"], "the figures of a small model do not count"
     small["rows"] = bench_report(CEILINGS, "eager")["rows"]
-    assert cells(shapes.models([small]))[0][3] == "60.00 (ours, eager)"
+    assert cells(shapes.models_detail([small]))[0][3] == "60.00 (ours, eager)"
+    first, second = cells(shapes.models([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
+    assert first == ["π0.5 (3.35 B)", "14.00", "-", "4.3× over openpi", "80.0 % of 20"]
+    assert second[0] == "SmolVLA (402 M)" and second[2:] == ["1.3 GB", "4.3× over lerobot", "-"]
+
+
+def test_a_model_has_the_run_of_the_gpu_that_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And, in the detailed table, a row that says so where no GPU has one."""
+    monkeypatch.setattr(registry, "RESULTS", tmp_path)
+    for kind, gpu in (("act", "h100"), ("evo1", "h100"), ("evo1", "h200")):
+        report = bench_report(CEILINGS, "eager")
+        report["model"]["kind"], report["hardware"] = kind, {"gpu": gpu.upper()}
+        report["rows"][0]["step_ms"] = 0.5
+        (tmp_path / f"bench_{kind}_{gpu}.json").write_text(json.dumps(report))
+    assert benches.benches(registry.load(("bench_xvla_{gpu}",))) == "No run is stored.\n"
+    results = registry.load(registry.OTHERS)
+    detail, short, full = shapes.models_detail(results), shapes.models(results), benches.benches(results)
+    rows = {row[0]: row[2:5] for row in cells(detail)}
+    assert len(rows) == len(registry.OTHERS)
+    assert rows["ACT"] == ["2 views, 10 actions, one pass", "60.00 (ours, eager)", "14.00, 4.3×"]
+    assert {kind for kind, row in rows.items() if row != ["not measured", "-", "-"]} == {"ACT", "Evo-1"}
+    assert "ACT: H100, torch" in detail and "ACT: H100; Evo-1: H200." in short
+    assert [row[0] for row in cells(short)] == ["ACT (34 M)", "Evo-1 (775 M)"]
+    assert [line for line in full.splitlines() if line.startswith("### ")] == ["### ACT", "### Evo-1"]
+    assert "| a step |" in full and "a one pass" not in full
+
+
+def test_the_headline_has_the_medians_of_its_run() -> None:
+    report = bench_report(CEILINGS)
+    report["rows"].append({**report["rows"][0], "system": "native-fp8", "median_ms": 10.0})
+    text = shapes.headline(report)
+    assert "14.0 ms on an X in BF16 (10.0 ms in FP8)" in text and "60 ms, 4 times as long" in text
+
+
+def test_a_link_of_a_table_is_relative_to_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.TABLES, "linked", (lambda _: "[a](docs/x.md#b) ![p](benchmarks/p.png)\n", ()))
+    text = "<!-- table: linked -->\n<!-- end -->"
+    deep = registry.render(text, registry.ROOT / "docs/results/latency.md")
+    assert "[a](../x.md#b) ![p](../../benchmarks/p.png)" in deep
+    assert "[a](docs/x.md#b) ![p](benchmarks/p.png)" in registry.render(text)
+
+
+def test_a_family_has_a_row_with_what_it_declares() -> None:
+    rows = {row[1]: row for row in cells(families(()))}
+    assert [f"`{name}`" for name in FAMILIES] == [*rows]
+    assert rows["`pi05`"][2:] == ["denoise", "vision, prefix", "yes", "yes"]
+    assert rows["`act`"][2:] == ["-"] * 4
 
 
 # -- agreement and success ----------------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ def test_assets_come_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "action-horizon: expected it, or --config, as no parameter shows it; got neither"),
+        ((), "action-horizon: expected it or --config, because no parameter shows it, got neither"),
         (("--config", "pi05_libero", "--action-horizon", "50"), "--action-horizon 50 and --config pi05_libero (10)"),
         (("--config", "pi06"), "config: expected one of pi0_libero, "),
         (("--config", "pi05_libro"), "got 'pi05_libro': did you mean pi05_libero?"),

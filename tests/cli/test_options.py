@@ -120,13 +120,13 @@ def test_wrong_usage_is_one_line_and_status_2(
         read(Options, words.split(), "program")
     (line,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and all(part in line for part in parts), line
-    assert line.startswith("program: ") and line.endswith("; program --help says more")
+    assert line.startswith("program: ") and line.endswith("; program --help lists the options")
 
 
 def test_missing_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["inspect"])
-    assert capsys.readouterr().err == "vla-accel inspect: missing: ENGINE; vla-accel inspect --help says more\n"
+    assert capsys.readouterr().err == "vla-accel inspect: missing: ENGINE; vla-accel inspect --help lists the options\n"
 
 
 def test_help_is_the_same_behind_other_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,6 @@ OPENPI = [
 
 def test_every_option_of_openpis_server_has_its_row() -> None:
     text = (ROOT / "docs" / "from_openpi.md").read_text()
-    table = text.split("| openpi | here |")[1].split("\n\n")[0]
+    table = text.split("| replacement |")[1].split("\n\n")[0]
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
     assert sorted(named) == sorted(OPENPI)

@@ -73,7 +73,7 @@ def test_the_page_on_models_names_what_a_family_must_say_and_nothing_else() -> N
 
 
 def test_the_first_page_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
 # -- messages --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def write(folder: Path, name: str, content: Any) -> Path:
     return path
 
 
-def test_a_servers_run_has_the_steps_that_the_server_reports() -> None:
+def test_a_servers_run_has_the_steps_and_weights_that_the_server_reports() -> None:
     local, remote = result({3: [WON, LOST]}), result({3: [WON, WON]})
     for episode in remote["episodes"]:
         episode["steps"] = None
@@ -49,9 +49,11 @@ def test_a_servers_run_has_the_steps_that_the_server_reports() -> None:
     assert row["steps"] is None and row["pairs"] == 2
     with pytest.raises(ConfigError, match=r"expected episodes at 3 .* got no denoising steps"):
         pairs.compare(local, {"remote": remote}, "local")
-    remote["policy"]["metadata"] = {"num_steps": 3}
-    (row,) = pairs.compare(local, {"remote": remote}, "local")["rows"]
+    remote["policy"]["metadata"] = {"num_steps": 3, "weights": "abc"}
+    report = pairs.compare(local, {"remote": remote}, "local")
+    (row,) = report["rows"]
     assert (row["steps"], row["pairs"], row["gained"]) == (3, 2, 1)
+    assert report["policies"]["remote"]["weights"] == "abc"
 
 
 def test_every_pair_is_counted_once_and_errors_stay_apart() -> None:

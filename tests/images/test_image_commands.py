@@ -166,7 +166,7 @@ def test_bench_qwen(tmp_path: Path, capsys: Capture) -> None:
     report = last_json(printed.out)
     assert json.loads((tmp_path / "a.json").read_text()) == report
     names = ["baseline", "VAE only", "transformer only (native)", "both (native)"]
-    assert printed.err.startswith("making Qwen-Image with 1 layers\n")
+    assert printed.err.startswith("creating Qwen-Image with 1 layers\n")
     lines = [line for line in printed.err.splitlines() if "first call" in line and "so far" not in line]
     first = [f"Qwen-Image, {name}: {what}" for name in names for what in ("first call", "the first call")]
     assert [line.partition(" took")[0] for line in lines] == first

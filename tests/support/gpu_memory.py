@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from vla_accel.families.bench import bench_card
+from benchmarks.memory import parameters
 from vla_accel.families.family import Family
 
 Reserve: TypeAlias = Callable[[float], None]
@@ -27,8 +27,7 @@ SHARED = 0.25
 def gigabytes(family: Family, bytes_each: int = 6) -> float:
     """What policies of a family's published size need: by default one in BF16 and one in FP32, of six bytes a
     parameter, and their buffers."""
-    network = family.network_class.empty(bench_card(family).published())
-    return 2 + 1.15 * bytes_each * sum(p.numel() for p in network.parameters()) / 1e9
+    return 2 + 1.15 * bytes_each * parameters(family.name) / 1e9
 
 
 def free() -> None:

@@ -30,7 +30,7 @@ def _since(release: str, *settings: Setting) -> tuple[Setting, ...]:
 
 # -- config.json --------------------------------------------------------------------------------------------------
 
-_COPIED = "the saved steps have their own copy, which counts"
+_COPIED = "the saved steps have their own copy, which is used"
 _UNSAVED = "lerobot's saved steps do not keep it, and it loads this one"
 _BASE = (
     read("type", "policy class"),
@@ -46,7 +46,7 @@ _CHUNK = (
     read("chunk_size", "actions of a chunk"),
     read("n_action_steps", "actions of a chunk that lerobot executes, at most chunk_size; here the caller decides"),
 )
-_SCALING = read("normalization_mapping", "how statistics scale; the saved steps have their own copy, which counts")
+_SCALING = read("normalization_mapping", "how statistics scale; the saved steps have their own copy, which is used")
 _COMMON = (
     *_BASE,
     *_CHUNK,
@@ -57,7 +57,7 @@ _COMMON = (
         "training",
     ),
     neutral("empty_cameras", "number of cameras without images, which the model masks"),
-    neutral("rtc_config", "real-time chunking of lerobot's loop; here it is `rtc:` of the configuration", "0.4.2"),
+    neutral("rtc_config", "real-time chunking of lerobot's loop; use `rtc:` in the configuration", "0.4.2"),
 )
 _PERIODS = fixed("min_period", "embedding of the time", 4e-3), fixed("max_period", "embedding of the time", 4.0)
 
@@ -67,7 +67,7 @@ _RELATIVE = (
 )
 _PALIGEMMA = (
     read("max_action_dim image_resolution paligemma_variant", "sizes, checked against the weights", "0.4.0"),
-    read("tokenizer_max_length", "longest prompt, where the saved tokenizer step does not say", "0.4.0"),
+    read("tokenizer_max_length", "longest prompt, if the saved tokenizer step does not set it", "0.4.0"),
     neutral("dtype", "precision in which lerobot ran", "0.4.0"),
     neutral("gradient_checkpointing optimizer_grad_clip_norm", "training", "0.4.0"),
     neutral("compile_model compile_mode", "torch.compile", "0.4.0"),
@@ -86,7 +86,7 @@ _FLOW = (
 )
 _OLD_PI0 = "the π0 of lerobot 0.3 is another network, which later releases do not load either"
 _MEMORY = "the policy reads a history of frames, which this package does not run"
-_PROMPT_STATE = "numbers that lerobot before 0.5 fills the state in the prompt up to"
+_PROMPT_STATE = "length to which lerobot before 0.5 pads the state in the prompt"
 
 FIELDS: dict[str, tuple[Setting, ...]] = {
     "pi0": (
@@ -114,9 +114,9 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         *_RELATIVE,
         neutral("action_expert_variant", "the model has no action expert", "0.4.3"),
         read("max_state_dim", _PROMPT_STATE, "0.4.3"),
-        read("text_tokenizer_name", "the tokenizer, where the saved tokenizer step does not name it", "0.4.3"),
+        read("text_tokenizer_name", "the tokenizer, if the saved tokenizer step names none", "0.4.3"),
         read("action_tokenizer_name fast_skip_tokens validate_action_token_prefix", "decoding of the actions", "0.4.3"),
-        read("max_decoding_steps", "most tokens that are written", "0.4.3"),
+        read("max_decoding_steps", "maximum number of generated tokens", "0.4.3"),
         fixed("temperature", "only greedy decoding is supported", 0.0, since="0.4.3"),
         neutral("max_action_tokens", "training", "0.4.3"),
         neutral("use_kv_cache", "speed", "0.4.3"),
@@ -131,15 +131,15 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
             "sizes, checked against the weights",
         ),
         read("attention_mode self_attn_every_n_layers", "layers in which the actions attend to each other"),
-        read("vlm_model_name", "the tokenizer, where the saved tokenizer step does not name it"),
-        read("tokenizer_max_length", "longest prompt, where the saved tokenizer step does not say"),
+        read("vlm_model_name", "the tokenizer, if the saved tokenizer step names none"),
+        read("tokenizer_max_length", "longest prompt, if the saved tokenizer step does not set it"),
         fixed("adapt_to_pi_aloha", "π0's conversion of ALOHA's joints is not supported for SmolVLA", False),
         fixed("use_delta_joint_actions_aloha", "lerobot does not run it either", False),
         fixed("add_image_special_tokens", "tokens around the images are not supported", False),
         fixed("use_cache", "the model is run with cached keys and values", True),
         neutral("prefix_length pad_language_to", "padding, which the model masks"),
         neutral("optimizer_grad_clip_norm freeze_vision_encoder train_expert_only train_state_proj", "training"),
-        neutral("load_vlm_weights", "where training took its first weights from"),
+        neutral("load_vlm_weights", "weights that training started from"),
         neutral("compile_model compile_mode", "torch.compile", "0.4.4"),
     ),
     "groot": (
@@ -175,9 +175,9 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
             "dim_model dim_feedforward n_encoder_layers n_decoder_layers latent_dim",
             "sizes, checked against the weights",
         ),
-        read("n_heads feedforward_activation", "what no weight shows"),
+        read("n_heads feedforward_activation", "not visible in the weights"),
         read("temporal_ensemble_coeff", "temporal ensembling of `AsyncRunner`, the evaluation and lerobot's plugin"),
-        neutral("use_vae n_vae_encoder_layers", "the encoder of actions is for training alone"),
+        neutral("use_vae n_vae_encoder_layers", "the action encoder is used in training only"),
         neutral(
             "pretrained_backbone_weights dropout kl_weight optimizer_lr optimizer_weight_decay optimizer_lr_backbone",
             "training",
@@ -216,10 +216,8 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         *_BASE,
         *_CHUNK,
         _SCALING,
-        neutral(
-            "qwen_model_name jepa_encoder_name", "where training took its first weights from; the weights show sizes"
-        ),
-        neutral("enable_world_model", "the world model is for training: its weights are not read"),
+        neutral("qwen_model_name jepa_encoder_name", "weights that training started from; the weights show sizes"),
+        neutral("enable_world_model", "the world model is used in training only; its weights are not read"),
         read("prompt_template special_action_token embodied_action_token", "the prompt"),
         read(
             "num_action_tokens_per_timestep num_embodied_action_tokens_per_instruction num_video_frames "
@@ -265,7 +263,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         neutral("toggle_action_dimensions", _COPIED),
         neutral("context_len num_video_frames action_video_freq_ratio video_scheduler loss", "training"),
         neutral("use_gradient_checkpointing mot_checkpoint_mixed_attn freeze_video_expert", "training"),
-        neutral("base_model_id model_id", "where training took its first weights from"),
+        neutral("base_model_id model_id", "weights that training started from"),
         neutral("tokenizer_model_id text_encoder_model_id load_text_encoder", "here: checkpoint.wan and .tokenizer"),
         neutral("torch_dtype fp32_attention", "precision in which lerobot ran"),
         neutral("compile_action_infer", "how fast lerobot ran", "main"),
@@ -276,7 +274,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         *_since(
             "0.4.4",
             read("florence_config", "sizes of vision and text encoder, checked against the weights"),
-            read("tokenizer_name tokenizer_max_length", "the prompt, where the saved tokenizer step does not say"),
+            read("tokenizer_name tokenizer_max_length", "the prompt, if the saved tokenizer step does not set it"),
             fixed("tokenizer_padding_side", "padding on the left is not supported", "right"),
             fixed("pad_language_to", "padding is attended to, so that prompts have one length", "max_length"),
             read(
@@ -284,7 +282,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
                 "max_state_dim max_action_dim",
                 "sizes, checked against the weights",
             ),
-            read("num_heads", "what no weight shows"),
+            read("num_heads", "not visible in the weights"),
             read("action_mode", "numbers of state and actions, and which of them are grippers"),
             read("num_denoising_steps", "denoising steps"),
             fixed("use_proprio", "a policy without a state is not supported", True),
@@ -316,12 +314,12 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
             "normalize_gripper num_state_tokens max_sequence_length joint_signs joint_offsets dataset_feature_names",
             _COPIED,
         ),
-        fixed("expected_max_action_dim", "lerobot loads no other", 32),
+        fixed("expected_max_action_dim", "lerobot accepts no other value", 32),
         fixed("mask_action_dim_padding", "columns of padding are masked", True),
         read("num_inference_steps", "denoising steps; null: those of the model"),
         fixed("per_episode_seed", "noise is drawn in each call, or passed by the caller", False),
         neutral("eval_seed", "noise of lerobot's evaluation"),
-        neutral("rtc_config", "real-time chunking of lerobot's loop; here it is `rtc:` of the configuration"),
+        neutral("rtc_config", "real-time chunking of lerobot's loop; use `rtc:` in the configuration"),
         fixed("enable_lora_vlm", "the weights of an adapter are not supported", False),
         fixed("enable_lora_action_expert", "the weights of an adapter are not supported", False),
         neutral("enable_inference_cuda_graph", "speed"),
@@ -347,11 +345,11 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
             "max_state_dim max_action_dim embed_dim hidden_dim state_hidden_dim num_layers vlm_num_layers",
             "sizes, checked against the weights",
         ),
-        read("num_heads", "what no weight shows"),
-        read("max_views", "images that take places in a prompt, present or not"),
-        read("max_text_length", "longest prompt, with the places of images"),
+        read("num_heads", "not visible in the weights"),
+        read("max_views", "image slots of a prompt, used or not"),
+        read("max_text_length", "longest prompt, with its image slots"),
         read("num_inference_timesteps", "denoising steps"),
-        read("vlm_model_name", "the tokenizer, where the folder has none"),
+        read("vlm_model_name", "the tokenizer, if the folder has none"),
         read("num_categories default_embodiment_id", "the embodiment whose projections are read"),
         read("postprocess_action_dim", "numbers of an action that the robot gets; null: those of the feature"),
         read(
@@ -364,7 +362,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         fixed("task_field", "the instruction has the key task", "task"),
         fixed("embodiment_id_field", "observations cannot choose the embodiment; default_embodiment_id does", None),
         read("empty_cameras", "cameras that may be missing, those that lerobot adds itself included"),
-        neutral("rtc_config", "real-time chunking of lerobot's loop; here it is `rtc:` of the configuration"),
+        neutral("rtc_config", "real-time chunking of lerobot's loop; use `rtc:` in the configuration"),
         neutral("vlm_dtype use_flash_attn", "precision and kernels with which lerobot ran"),
         neutral(
             "training_stage apply_training_stage_defaults finetune_vlm finetune_language_model finetune_vision_model "
@@ -473,10 +471,10 @@ STEPS: dict[str, tuple[Setting, ...]] = {
         read("max_sequence_length", "longest prompt with its images; null: by their number"),
         read("chunk_size", "must be config.json's"),
         read("env_action_dim", "columns of an action that are not masked"),
-        fixed("max_action_dim", "lerobot loads no other", 32),
+        fixed("max_action_dim", "lerobot accepts no other value", 32),
     ),
-    PAD_STATE: (neutral("max_state_dim", "the weights show it"),),
-    PAD_ACTION: (neutral("max_action_dim", "the weights show it"),),
+    PAD_STATE: (neutral("max_state_dim", "follows from the weights"),),
+    PAD_ACTION: (neutral("max_action_dim", "follows from the weights"),),
     CROP: (
         neutral(
             "action_dim binarize_gripper gripper_index gripper_threshold gripper_below_threshold_value "

@@ -15,20 +15,20 @@ from typing import Any
 from vla_accel.errors import VlaAccelError, nearest
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "doctor": ("doctor", "doctor.Doctor", "say what this machine can run; show a checkpoint's statistics"),
-    "bench": ("bench", "bench.Bench", "time whole calls of a policy, its baselines and its floor, in turns"),
-    "parity": ("parity", "parity.Parity", "compare a configuration with FP32 eager; fails where it does not agree"),
-    "flow": ("flow", "flow.Flow", "find the fewest denoising steps that end no further from the exact flow"),
-    "tune": ("tune", "tune.Tune", "find the fastest configuration here that loses nothing, with the evidence"),
+    "doctor": ("doctor", "doctor.Doctor", "check what this machine can run; print a checkpoint's statistics"),
+    "bench": ("bench", "bench.Bench", "time whole calls of a policy and its baselines; compute their floor"),
+    "parity": ("parity", "parity.Parity", "compare a configuration with FP32 eager; fail if it disagrees"),
+    "flow": ("flow", "flow.Flow", "find the fewest denoising steps that are no further from the exact flow"),
+    "tune": ("tune", "tune.Tune", "find the fastest configuration without regressions on this machine"),
     "calibrate": ("calibrate", "calibrate.Calibrate", "measure FP8 scales of a checkpoint on recorded observations"),
-    "build": ("build", "build.Build", "build the TensorRT engines of a configuration, also for other GPUs"),
-    "cache": ("cache", "cache.Cache", "list, verify or clear the built engines; clear compiled kernels, too"),
-    "export": ("export", "export.Export", "write a policy as ONNX graphs or programs of torch.export"),
+    "build": ("build", "build.Build", "build TensorRT engines of a configuration, also for other GPUs"),
+    "cache": ("cache", "cache.Cache", "list, verify or clear built engines and compiled kernels"),
+    "export": ("export", "export.Export", "write a policy as ONNX graphs or torch.export programs"),
     "inspect": ("inspect", "inspect.Inspect", "show layers, precisions, profiles and size of a built engine"),
-    "convert": ("convert", "convert.Convert", "turn an openpi JAX checkpoint into safetensors"),
-    "prompts": ("prompts", "prompts.Prompts", "encode the instructions of a FastWAM, so that it needs no text encoder"),
+    "convert": ("convert", "convert.Convert", "convert an openpi JAX, starVLA or OpenVLA-OFT checkpoint"),
+    "prompts": ("prompts", "prompts.Prompts", "encode instructions for FastWAM, so that it needs no text encoder"),
     "serve": ("serve", "serve.Serve", "serve a policy to openpi's clients"),
-    "bench-server": ("bench_server", "bench_server.BenchServer", "time calls over a server: what it adds, and where"),
+    "bench-server": ("bench_server", "bench_server.BenchServer", "measure the latency that the server adds to a call"),
     "build-vae": ("build_images", "image_options.BuildVae", "build TensorRT engine files of an autoencoder"),
     "build-unet": (
         "build_images",
@@ -38,20 +38,20 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "bench-vae": (
         "bench_vae",
         "image_options.BenchVae",
-        "time an autoencoder: eager, compiled, native, TensorRT, in turns",
+        "time an autoencoder: eager, compiled, native, TensorRT",
     ),
-    "bench-unet": ("bench_unet", "image_options.BenchUnet", "time Stable Diffusion the same way"),
+    "bench-unet": ("bench_unet", "image_options.BenchUnet", "time Stable Diffusion: eager, compiled, native, TensorRT"),
     "bench-qwen": (
         "bench_qwen",
         "image_options.BenchQwen",
-        "time Qwen-Image: transformer and autoencoder, fast or not",
+        "time Qwen-Image with and without acceleration",
     ),
-    "txt2img": ("generate", "image_options.TextToImage", "make a picture from a prompt"),
-    "img2img": ("generate", "image_options.ImageToImage", "make a picture from a picture and a prompt"),
+    "txt2img": ("generate", "image_options.TextToImage", "generate an image from a prompt"),
+    "img2img": ("generate", "image_options.ImageToImage", "generate an image from an image and a prompt"),
     "precision": (
         "precision",
         "image_options.Precision",
-        "show a model in BF16 or FP16: dtypes, ranges, memory, latency",
+        "compare a model in BF16 or FP16 with FP32: ranges, memory, latency",
     ),
 }
 """By command: its module in `vla_accel.cli`, the module and class of its options, and one line of help. The
@@ -157,4 +157,6 @@ def usage() -> str:
     """The list of commands."""
     width = max((len(name) for name in COMMANDS), default=0)
     lines = [f"  {name:<{width}}  {help_line}" for name, (*_, help_line) in COMMANDS.items()]
-    return "\n".join(["usage: vla-accel COMMAND [options]", "", *lines, "", "vla-accel COMMAND --help says more."])
+    return "\n".join(
+        ["usage: vla-accel COMMAND [options]", "", *lines, "", "vla-accel COMMAND --help lists its options."]
+    )

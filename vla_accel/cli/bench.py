@@ -1,4 +1,4 @@
-"""`vla-accel bench`: time configurations of a checkpoint, or random weights of a published size, in turns."""
+"""`vla-accel bench`: time configurations of a checkpoint, or random weights of a published size."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class Bench:
     realtime_vla: Folder = None
     """With random weights: a checkout of realtime-vla, whose code is also timed, at ten steps."""
     prompt_tokens: Number = None
-    """Length of the prompt in tokens; about 20 if not given."""
+    """Length of the prompt in tokens. Default: about 20."""
     steps: Annotated[tuple[int, ...], Within(1)] = ()
     """Denoising steps (pi0_fast: tokens). Default: those of the configurations, else a checkpoint's own number and the
     family's (10,3,1; GR00T: 4,2,1; pi0_fast: 64; diffusion_policy: 100,10). Systems that torch.compile compiles are
     timed at the first only."""
     schedule: Annotated[str | None, Argument("SCHEDULE")] = None
-    """Flow times of the steps of our own systems: uniform, cubic, or the times themselves from 1 to 0, such as
+    """Flow times of the steps of this package's systems: uniform, cubic, or the times themselves from 1 to 0, such as
     1,0.3,0.01,0 for three steps. Default: those of the configurations, else uniform."""
     camera: Annotated[str | None, Argument("HEIGHTxWIDTH")] = None
-    """Size of the cameras' images, such as 480x640, for our own systems. Default: the model's size."""
+    """Size of the camera images, such as 480x640, for this package's systems. Default: the model's size."""
     views: Number = None
     """With random weights: images of a call. Default: the family's, 2 for π0.5 and 3 for π0."""
     horizon: Number = None
@@ -64,17 +64,17 @@ class Bench:
     hz: Annotated[float | None, Argument("HZ"), Within(0, above=True)] = None
     """Also time calls at this rate, with the GPU's power."""
     starts: bool = False
-    """Also time two starts of each of our systems up to the first action, without and with filled caches."""
+    """Also time two starts of each system of this package up to the first action, without and with filled caches."""
     calls: Count = 100
     """Timed calls of each system."""
     profile: bool = False
-    """Also list the GPU's kernels of one call of each of our systems: duration, overlap, and idle time before it."""
+    """Also list the kernels of one call of each system of this package: duration, overlap, idle time before it."""
     device: str | None = None
     """cpu, cuda or cuda:N instead of the configurations'."""
     output: OutputFile = None
     """JSON file."""
     report: OutputFile = None
-    """HTML file that opens offline: pictures, tables, engines, conditions."""
+    """HTML file that opens offline: figures, tables, engines, conditions."""
 
 
 def main(options: Bench, words: list[str]) -> int:
@@ -127,7 +127,7 @@ def main(options: Bench, words: list[str]) -> int:
     ready, left_out = make_baselines(factory, others, say)
     names = [name for name in systems if name not in left_out]
     for name, reason in once.items():
-        say(f"{name}: timed at {reason['steps']} steps alone: {reason['why']}")
+        say(f"{name}: timed at {reason['steps']} steps only: {reason['why']}")
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "complete": False,

@@ -22,7 +22,7 @@ from vla_accel.numeric import DTYPES
 from vla_accel.progress import going_on
 
 COSINE = 0.999
-"""The smallest cosine with the baseline's picture that passes."""
+"""Smallest cosine with the baseline's image that passes."""
 TINY_LAYERS = 2
 MULTIPLE = 16
 """Pixels per patch of the transformer in each direction: 8 for a latent, 2 latents a patch."""
@@ -37,7 +37,7 @@ def main(options: BenchQwen, words: list[str]) -> int:
     if device.type == "cpu" and not options.tiny and options.layers is None:
         raise ConfigError("device: expected a GPU for Qwen-Image's 20 billion weights, --layers N or --tiny, got cpu")
     began, layers = time.perf_counter(), options.layers or (TINY_LAYERS if options.tiny else LAYERS)
-    with going_on(f"making Qwen-Image with {layers} layers", say):
+    with going_on(f"creating Qwen-Image with {layers} layers", say):
         pipeline = random_qwen_image(tiny=options.tiny, layers=layers, dtype=dtype, device=device)
     if options.edit:
         parts = dict(pipeline.components)

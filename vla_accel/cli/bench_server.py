@@ -1,4 +1,4 @@
-"""`vla-accel bench-server`: what a policy server adds to a call, and where; a table and one JSON line."""
+"""`vla-accel bench-server`: measure the latency that a policy server adds to a call; a table and one JSON line."""
 
 from __future__ import annotations
 

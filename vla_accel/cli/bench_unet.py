@@ -1,4 +1,4 @@
-"""`vla-accel bench-unet`: Stable Diffusion, whole pictures and single UNet calls, several systems in turns."""
+"""`vla-accel bench-unet`: Stable Diffusion, whole images and single UNet calls, several systems."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class _UnetBench(Bench):
         runs = {n: runs[n] for n in results}
         if not results:
             reasons = [text for name, text in self.errors.items() if name.startswith(f"{task} ")]
-            raise EngineError(f"{task}: no system could make a picture: {'; '.join(reasons)}")
+            raise EngineError(f"{task}: no system generated an image: {'; '.join(reasons)}")
         memory = {n: self.peak_gib(run) for n, run in runs.items()}
         reference = results.get("eager-fp32", results[next(iter(results))])
         latents = {n: self._latents[n] for n in results}

@@ -34,7 +34,7 @@ from vla_accel.progress import going_on
 MSE, COSINE = 1e-3, 0.9995
 """The largest error and the smallest cosine that pass, against float32."""
 _COMPILED = ("compile", "inductor", "native-measured")
-"""Systems that compile anew at each size."""
+"""Systems that compile for each size."""
 _CONFIGS = {
     "native-measured": {"vae_type": "native", "inductor": "measure"},
     "native-fp16": {"vae_type": "native", "precision": "fp16"},

@@ -31,7 +31,7 @@ class Build(PolicySource):
     depth: Number = None
     """With --model: this many layers in the large stacks (of π0 prefix and expert), at full width."""
     cache: OutputFolder = None
-    """Folder of the engines; the configuration's if not given."""
+    """Folder of the engines. Default: the configuration's."""
     manifest: OutputFile = None
     """File for the manifest; by default in the folder of the engines."""
     no_verify: bool = False
@@ -75,7 +75,7 @@ def main(options: Build, words: list[str]) -> int:
         words_of = {True: "in the cache", False: "to build", None: "to build, or in the cache"}
         states = [words_of[building.is_cached(job)] for job in todo]
         rows = [[*job.title.split(" · "), state] for job, state in zip(todo, states, strict=True)]
-        print_table("what there is to build", ("component", "engine", "precision", "target", "state"), rows)
+        print_table("engines to build", ("component", "engine", "precision", "target", "state"), rows)
         print_json({"jobs": [job.title for job in todo], "states": states})
         return 0
     for spec in specs.values():  # building takes minutes

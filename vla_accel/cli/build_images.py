@@ -74,7 +74,7 @@ def main(options: BuildVae | BuildUnet, words: list[str]) -> int:
 
 
 def _cells(file: dict[str, Any]) -> list[str]:
-    state, seconds = "built" if file["built"] else "was there", f"{sum(file['seconds'].values()):.1f}"
+    state, seconds = "built" if file["built"] else "existing", f"{sum(file['seconds'].values()):.1f}"
     similarity = "-" if file["similarity"] is None else f"{file['similarity']:.6f}"
     return [file["file"], f"{file['mb']:.1f}", str(file["profiles"]), file["target"], state, seconds, similarity]
 
@@ -89,7 +89,7 @@ def _targets(options: BuildVae | BuildUnet) -> list[tuple[int, int]]:
     elif torch.cuda.is_available():
         targets = [capability_of(resolve_device("auto"))]
     else:
-        raise ConfigError(f"targets: no GPU here; expected --targets (like sm89) for {library}, got none")
+        raise ConfigError(f"targets: expected --targets (like sm89) for {library} without a GPU, got none")
     for target in targets:
         check_target(library, target, (DTYPES[options.dtype],))
     return targets

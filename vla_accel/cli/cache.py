@@ -18,7 +18,7 @@ class Cache:
     action: Annotated[Literal["list", "clear", "verify"], Argument(positional=True)]
     """list; verify: compare every engine with its description, exit status 1 if one is damaged; clear: remove all."""
     cache: Folder = None
-    """Folder of the engines; the user's cache folder if not given."""
+    """Folder of the engines. Default: the user's cache folder."""
 
 
 def main(options: Cache, words: list[str]) -> int:

@@ -23,7 +23,7 @@ class Calibrate(PolicySource):
     observations: Path | None = None
     """Observations that vla_accel.measure.recording.save_observations wrote; required."""
     output: OutputFolder = None
-    """Folder for the scales, made as needed; the checkpoint's own, or its LoRA adapter's, if not given."""
+    """Folder for the scales, created if needed. Default: the checkpoint's, or its LoRA adapter's."""
     count: Count = 256
     """Observations at most, spread over the file."""
     device: str | None = None

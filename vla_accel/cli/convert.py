@@ -35,7 +35,7 @@ class Convert:
     config: str | None = None
     """openpi's training config of the checkpoint (pi05_libero, pi0_droid, …): fixes horizon, preset and prompt."""
     action_horizon: Number = None
-    """Actions in a chunk, where no config is named."""
+    """Actions of a chunk, without --config."""
     precision: Literal["mixed", "bfloat16", "float32"] = "mixed"
     """mixed: float32 for what openpi computes in float32, bfloat16 for the rest; or everything in one."""
     assets: Folder = None
@@ -64,7 +64,7 @@ def main(options: Convert, words: list[str]) -> int:
     known = OPENPI_CONFIGS[options.config] if options.config is not None else None
     horizon = options.action_horizon or (known.action_horizon if known else None)
     if horizon is None:
-        raise ConfigError("action-horizon: expected it, or --config, as no parameter shows it; got neither")
+        raise ConfigError("action-horizon: expected it or --config, because no parameter shows it, got neither")
     if known is not None and horizon != known.action_horizon:
         raise ConfigError(
             f"--action-horizon {horizon} and --config {options.config} ({known.action_horizon}) contradict"
@@ -91,7 +91,7 @@ def main(options: Convert, words: list[str]) -> int:
         )
     tensors, folder = len(report["rows"]), shlex.quote(str(options.output))
     made = f"{report['kind']}, {report['parameters']:,} parameters in {tensors} tensors"
-    print(f"{options.output}: {made}; conversion.json there says which is which; vla-accel serve {folder}")
+    print(f"{options.output}: {made}; conversion.json in it lists the parameters; vla-accel serve {folder}")
     if not statistics_by_asset(options.output / "assets"):
         say(
             "no assets/<asset_id>/norm_stats.json came with the checkpoint: name its folder with --assets, or put it "

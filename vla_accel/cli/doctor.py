@@ -20,11 +20,11 @@ STATISTICS_SCHEMA = "vla_accel.statistics/1"
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say what this machine can run, and test it with the bundled checkpoint: one call in the default engine and one
+    """Report what this machine can run, and test it with the bundled checkpoint: one call in the default engine and one
     in FP32 eager must agree. The exit status is the test's. On a GPU the very first test compiles kernels.
 
     With a checkpoint, show its statistics of states and actions instead, and with recorded observations the share of
-    values outside of them; the exit status is 1 where some are far outside."""
+    values outside of them; the exit status is 1 if some are far outside."""
 
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name or one on the hub."""
@@ -33,7 +33,7 @@ class Doctor:
     observations: Path | None = None
     """With a checkpoint: observations of vla_accel.measure.recording.save_observations; `actions` holds actions."""
     count: Count = 256
-    """Observations at most, spread over the file."""
+    """Maximum number of observations, spread over the file."""
     json: bool = False
     """Print one JSON document instead of the summary."""
     device: str = "auto"
@@ -111,7 +111,7 @@ def verdict(test: dict[str, Any]) -> str:
     used = ", ".join(dict.fromkeys(str(engine["used"]) for engine in test["engines"]))
     return (
         f"  {'passed' if test['passed'] else 'FAILED'}: {used} on {test['device']} and FP32 eager agree to a cosine of "
-        f"{test['cosine']:.6f} (at least {test['least_cosine']} wanted), {test['seconds']} s"
+        f"{test['cosine']:.6f} (at least {test['least_cosine']} required), {test['seconds']} s"
     )
 
 

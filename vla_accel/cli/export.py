@@ -19,7 +19,7 @@ class Export(StepOptions, PolicySource):
     """Write a policy's components in FP32 as files that run without this package."""
 
     format: Literal["onnx", "torch-export"] = "onnx"
-    """onnx: graphs for ONNX Runtime and TensorRT; torch-export: programs for torch alone."""
+    """onnx: graphs for ONNX Runtime and TensorRT; torch-export: programs for torch only."""
     output: Annotated[Path, Argument("FOLDER"), Written(folder=True)]
     """A new folder: a file for each component, manifest.json, example.npz and run.py."""
     batch: Count = 1

@@ -21,13 +21,13 @@ from vla_accel.report.page import check_path, write
 
 @dataclass(frozen=True)
 class Flow(PolicySource):
-    """Measure how far denoising schedules end from the exact flow of a checkpoint, and what a call with each takes.
+    """Measure how far denoising schedules end from the exact flow of a checkpoint, and the time of a call with each.
     Writes flow.yaml with the fewest steps that end no further than the checkpoint's own, flow.json and a report."""
 
     observations: Path | None = None
-    """Observations that vla_accel.measure.recording.save_observations wrote; random images if not given."""
+    """Observations that vla_accel.measure.recording.save_observations wrote. Default: random images."""
     count: Count = 64
-    """Observations at most: one half searches times, the other judges."""
+    """Maximum number of observations: one half searches times, the other evaluates."""
     steps: Annotated[tuple[int, ...], Within(1, 1000)] = (5, 4, 3, 2, 1)
     """Numbers of steps to try, with uniform and cubic times, and up to 5 with searched ones."""
     calls: Count = 50
@@ -39,7 +39,7 @@ class Flow(PolicySource):
     output: Annotated[Path, Written(folder=True)] = Path("runs/flow")
     """Folder of flow.yaml, flow.json and report.html."""
     report: OutputFile = None
-    """HTML file; report.html in the output folder if not given."""
+    """HTML file. Default: report.html in the output folder."""
 
 
 def main(options: Flow, words: list[str]) -> int:

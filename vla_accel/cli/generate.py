@@ -1,4 +1,4 @@
-"""`vla-accel txt2img` and `img2img`: make a picture that carries its parameters."""
+"""`vla-accel txt2img` and `img2img`: generate an image that stores its parameters."""
 
 from __future__ import annotations
 
@@ -97,5 +97,5 @@ def _compare(
     path, settings = options.out_img_path.with_suffix(".pipeline.png"), dataclasses.asdict(request)
     save_png(path, (reference * 255).round().astype(np.uint8), {**settings, "engines": "diffusers"})
     agreement = parity(torch.from_numpy(pixels / 255.0), torch.from_numpy(reference))
-    say(f"diffusers' own pipeline: {seconds:.1f} s; cosine of the pictures {agreement.cosine:.6f}")
+    say(f"diffusers' own pipeline: {seconds:.1f} s; cosine of the images {agreement.cosine:.6f}")
     return {"seconds": seconds, "parity": agreement.as_dict()}

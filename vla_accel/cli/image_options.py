@@ -25,7 +25,7 @@ class BenchOptions:
     device: str = "auto"
     """cpu, cuda or cuda:N."""
     output: OutputFile = None
-    """Also write the JSON here."""
+    """JSON file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,11 @@ class BuildOptions:
     library: Library = "tensorrt_rtx"
     """tensorrt_rtx builds on any machine, for the --targets; tensorrt for the GPU at hand."""
     targets: tuple[str, ...] = ()
-    """Compute capabilities, like sm89; needed by tensorrt_rtx where there is no GPU."""
+    """Compute capabilities, like sm89; required by tensorrt_rtx without a GPU."""
     dtype: Dtype = "fp16"
     """Of the engine."""
     force_engine: bool = False
-    """Build again what is there."""
+    """Rebuild existing files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class BuildVae(BuildOptions):
     sizes: tuple[str, ...] = ()
     """WIDTHxHEIGHT: further sizes of --static."""
     only: tuple[str, ...] = ()
-    """With --static: these sizes alone, not all five ratios."""
+    """With --static: only these sizes instead of all five ratios."""
     sides: tuple[Literal["encoder", "decoder"], ...] = ("encoder", "decoder")
     """Which halves of the autoencoder."""
     optimization_level: Annotated[int | None, Within(0, 5)] = None
@@ -70,7 +70,7 @@ class BuildUnet(BuildOptions):
 
         SD_DIR/unet/onnx/unet.onnx, SD_DIR/unet/trt/unet.trt
 
-    What is there is used, unless forced.
+    Existing files are used, unless forced.
     """
 
     sd_dir: str
@@ -78,7 +78,7 @@ class BuildUnet(BuildOptions):
     output_dir: OutputFolder = None
     """Instead of SD_DIR: the files go to unet/onnx and unet/trt in it."""
     force_onnx: bool = False
-    """Export again (and build again) what is there."""
+    """Export and build existing files again."""
     no_verify: bool = False
     """Do not compare the exported graph with the module."""
 
@@ -102,7 +102,7 @@ class BenchVae(BenchOptions):
     form. native-fp16: computes in float16 whatever --dtype says. native-measured: the quicker of native and inductor.
     tensorrt: engine files of --engine-path."""
     compile_sizes: tuple[str, ...] = ("1024x1024",)
-    """Sizes at which compile and inductor take part: each compiles anew, which takes minutes."""
+    """Sizes at which compile and inductor take part: each compiles, which takes minutes."""
     engine_path: str | None = None
     """Folder of engine files, for tensorrt and tensorrt_rtx."""
     multi_profile: bool = False
@@ -116,12 +116,12 @@ class BenchVae(BenchOptions):
 
 @dataclass(frozen=True)
 class BenchUnet(BenchOptions):
-    """Time Stable Diffusion: systems in turns, wall clock of whole pictures and of single UNet calls.
+    """Time Stable Diffusion: wall clock of whole images and of single UNet calls, systems alternating.
 
     Every system starts from the same weights (rounded to --dtype), prompt and noise, which eager-fp32 draws in that
     dtype, too; a scheduler that draws in float32 at every step (diffusers' SDE solvers of DPM++) has other noise.
 
-    Agreement is reported with eager in float32 and with eager in --dtype, of the latents and of the picture: the first
+    Agreement is reported with eager in float32 and with eager in --dtype, of the latents and of the image: the first
     shows what the dtype costs, the second what a system adds.
     Exit status 1 if a system's UNet disagrees with the float32 one beyond the threshold.
     """
@@ -132,11 +132,11 @@ class BenchUnet(BenchOptions):
         Literal["eager-fp32", "eager", "compile", "compile-graphs", "native", "tensorrt", "tensorrt_rtx"], ...
     ] = ("eager-fp32", "eager", "compile", "native")
     """eager-fp32, eager, compile (torch.compile of the UNet), compile-graphs (the same with mode reduce-overhead):
-    diffusers' pipeline. native, tensorrt, tensorrt_rtx: ours."""
+    diffusers' pipeline. native, tensorrt, tensorrt_rtx: engines of this package."""
     size: Count = 512
     """Pixels a side."""
     steps: Count = 50
-    """Denoising steps of a picture."""
+    """Denoising steps of an image."""
     img2img: bool = False
     """Time image to image, too (strength 0.8)."""
     dtype: DtypeOfDevice = None
@@ -144,33 +144,33 @@ class BenchUnet(BenchOptions):
     unet_rounds: Count = 20
     """Single UNet calls timed of each system."""
     seed: Seed = 0
-    """Of the noise that pictures start from."""
+    """Of the noise that images start from."""
     picture: Picture = None
-    """Write the reference's picture and the last system's as one PNG."""
+    """Write the reference's image and the last system's as one PNG."""
 
 
 @dataclass(frozen=True)
 class BenchQwen(BenchOptions):
-    """Time Qwen-Image end to end: baseline, faster transformer, faster autoencoder, both; in turns.
+    """Time Qwen-Image end to end: baseline, faster transformer, faster autoencoder, both; systems alternating.
 
     Random weights of the published sizes and random prompt embeddings (the text encoder is not part of it). Exit
-    status 1 if a picture disagrees with the baseline's.
+    status 1 if an image disagrees with the baseline's.
     """
 
     size: Count = 1024
     """Pixels a side."""
     steps: Count = 4
-    """Denoising steps of a picture."""
+    """Denoising steps of an image."""
     layers: Number = None
     """Of the transformer; by default all of them, of a tiny one 2. Fewer take less memory."""
     tiny: bool = False
     """A tiny pipeline, for machines without a GPU."""
     transformer: tuple[Literal["compile", "native"], ...] = ("compile", "native")
-    """Ways to run the transformer, besides eager."""
+    """Systems that run the transformer, in addition to eager."""
     vae: str = "native"
     """The autoencoder's engine, or the path of its JSON configuration."""
     edit: bool = False
-    """QwenImageEditPipeline: a picture is encoded, too."""
+    """QwenImageEditPipeline: an image is encoded, too."""
     tokens: Count = 128
     """Of the prompt."""
 
@@ -186,13 +186,13 @@ class TextToImage:
     negative_prompts: str = ""
     """What not to show."""
     out_img_path: Annotated[Path, Written(suffix=".png")] = Path("out/image.png")
-    """The picture; a .png, which carries the parameters."""
+    """The image; a .png, which carries the parameters."""
     engine: ImageEngine = "native"
     """Of every component."""
     use_trt: bool = False
     """The UNet on TensorRT, whatever --engine says."""
     use_pipeline: bool = False
-    """diffusers' own pipeline as well: its picture is saved as NAME.pipeline.png and compared."""
+    """diffusers' own pipeline as well: its image is saved as NAME.pipeline.png and compared."""
     steps: Count = 50
     """Denoising steps."""
     guidance: Annotated[float, Within(0)] = 7.5
@@ -200,7 +200,7 @@ class TextToImage:
     seed: Seed = 0
     """Of the noise."""
     height: Number = None
-    """Pixels, a multiple of 8, with --width. Default: the checkpoint's size; in img2img the picture's, reduced to
+    """Pixels, a multiple of 8, with --width. Default: the checkpoint's size; in img2img the image's, reduced to
     multiples of 8."""
     width: Number = None
     """Pixels, a multiple of 8, with --height."""
@@ -213,17 +213,17 @@ class TextToImage:
     strict: bool = False
     """A component that falls back to another engine is an error."""
     latency_json: OutputFile = None
-    """Write the latency breakdown here."""
+    """JSON file with the latency breakdown."""
     calls: Count = 1
-    """Number of pictures, for the latency; the first one, which warms up, does not count if there are more."""
+    """Number of images to time; the first one is a warm-up and does not count if there are more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageToImage(TextToImage):
-    """A picture and a prompt to a PNG that carries its parameters, with Stable Diffusion 1."""
+    """An image and a prompt to a PNG that carries its parameters, with Stable Diffusion 1."""
 
     in_img_path: Path
-    """The picture to start from."""
+    """The image to start from."""
     strength: Annotated[float, Within(0, 1)] = 0.8
     """How much of it may change, 0 to 1; that share of the steps runs."""
 
@@ -255,4 +255,4 @@ class Precision:
     modules: Annotated[int, Within(0)] = 12
     """Rows of the table: the modules with the largest values."""
     output: OutputFile = None
-    """Also write the JSON here, with every module."""
+    """JSON file with every module."""

@@ -66,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         for old, new in (("argument ", ""), ("the following arguments are required", "missing")):
             message = message.replace(old, new, 1)
-        self.exit(2, f"{self.prog}: {message}; {self.prog} --help says more\n")
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists the options\n")
 
 
 def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:

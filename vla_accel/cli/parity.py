@@ -1,4 +1,4 @@
-"""`vla-accel parity CHECKPOINT`: how well a configuration agrees with FP32 eager; exit status 1 where it does not."""
+"""`vla-accel parity CHECKPOINT`: compare a configuration with FP32 eager; exit status 1 if it disagrees."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class Parity(StepOptions, PolicySource):
     """Compare final actions with the FP32 eager reference: same observations, same noise."""
 
     observations: Path | None = None
-    """Observations that vla_accel.measure.recording.save_observations wrote; random images if not given."""
+    """Observations that vla_accel.measure.recording.save_observations wrote. Default: random images."""
     model: str | None = None
     """Instead of a checkpoint: random weights of a model family's published size: pi05, pi0, smolvla, vla_jepa,
     evo1, molmoact2, starvla_groot, starvla_pi, starvla_oft, openvla_oft, groot (N1.7), groot_n16, groot_n15, act,
     diffusion_policy, fastwam or xvla."""
     count: Count = 64
-    """Observations at most."""
+    """Maximum number of observations."""
     draws: Count = 1
     """Noise draws of each observation."""
     device: str | None = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     threshold: Annotated[float | None, Argument("COSINE"), Within(-1, 1)] = None
-    """Smallest cosine of the final actions; by precision if not given (BF16 0.9995, FP8 0.998)."""
+    """Smallest cosine of the final actions. Default: by precision (BF16 0.9995, FP8 0.998)."""
     seed: Seed = 0
     """Of noise and random observations."""
     output: OutputFile = None
     """JSON report."""
     report: OutputFile = None
-    """HTML file that opens offline: pictures, tables, engines, conditions."""
+    """HTML file that opens offline: figures, tables, engines, conditions."""
     keep: bool = False
     """Keep the report next to the checkpoint, where engine auto reads it. Needs --observations and no --threshold."""
 

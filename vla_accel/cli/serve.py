@@ -44,17 +44,17 @@ class Serve(StepOptions, PolicySource):
     no_page: bool = False
     """Disable the live page at GET /."""
     max_clients: Count = _DEFAULTS.max_clients
-    """Most connections at once."""
+    """Maximum number of connections."""
     max_payload_mib: Annotated[float, Within(0, above=True)] = _DEFAULTS.max_payload / 2**20
-    """Largest message."""
+    """Maximum size of a message."""
     timeout_s: Seconds = _DEFAULTS.request_timeout_s
-    """Longest time for a request."""
+    """Maximum time for a request."""
     grace_s: Annotated[float, Within(0)] = _DEFAULTS.grace_s
     """At shutdown, how long running requests may still take."""
     max_batch: Count = _DEFAULTS.max_batch
     """Observations of different clients that run together: 1, 2, 4, 8, …; each batch size builds its own engines."""
     max_observations: Count = _DEFAULTS.max_observations
-    """Most observations of one request."""
+    """Maximum number of observations of a request."""
     rate_limit: Annotated[float | None, Argument("PER_SECOND"), Within(0, above=True)] = None
     """Observations per second of each client (the key's name, or its address); a faster client waits."""
     max_wait_ms: Annotated[float | None, Argument("MS"), Within(0)] = None
@@ -70,7 +70,7 @@ class Serve(StepOptions, PolicySource):
     """A process with the policy on each of these devices, behind one address: all, or a list like cuda:0,cuda:1."""
     ray: str | None = None
     """A process with the policy on each GPU of a Ray cluster (or on each machine without GPUs), behind one address:
-    "auto" for this machine's cluster, HOST:PORT for another, "local" to start one here."""
+    "auto" for this machine's cluster, HOST:PORT for another, "local" to start one on this machine."""
 
 
 def main(options: Serve, words: list[str]) -> int:

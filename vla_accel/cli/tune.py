@@ -1,4 +1,4 @@
-"""`vla-accel tune CHECKPOINT`: the fastest configuration on this machine that loses nothing, with the evidence."""
+"""`vla-accel tune CHECKPOINT`: find the fastest configuration without regressions on this machine."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Tune(StepOptions, PolicySource):
     """A shipped configuration's name, or a YAML or JSON file. The search replaces its engines and precision; every
     candidate keeps the rest (steps, prompt, robot, real-time chunking)."""
     observations: Path | None = None
-    """Observations that vla_accel.measure.recording.save_observations wrote; with --quick random ones if not given."""
+    """Observations that vla_accel.measure.recording.save_observations wrote. Default with --quick: random ones."""
     benchmark: str | None = None
     """Benchmark for gate two, success on paired episodes: libero, or MODULE:FUNCTION of your own."""
     suite: str | None = None
-    """Of the benchmark; its first if not given."""
+    """Of the benchmark. Default: its first."""
     tasks: str | None = None
-    """Of the suite, such as 0-2,5; all if not given."""
+    """Of the suite, such as 0-2,5. Default: all."""
     margin: Annotated[float, Within(0, 99, above=True)] = 2.0
     """Points of success within which a candidate counts as not worse."""
     confidence: Annotated[float, Within(50, 99.99)] = 95.0
@@ -73,12 +73,12 @@ class Tune(StepOptions, PolicySource):
     workers: Count = 1
     """Simulator processes."""
     no_films: bool = False
-    """Do not film episodes, which saves about a second each; the report then has no films."""
+    """Do not film episodes, which saves about a second each; the report then has no videos."""
     allow_steps: Annotated[tuple[int, ...], Within(1)] = ()
     """Also try these numbers of denoising steps, however far from the exact flow they end (vla-accel flow). Needs
     --benchmark: only success can judge another policy."""
     count: Count = 64
-    """Observations at most."""
+    """Maximum number of observations."""
     draws: Count = 4
     """Noises of each observation."""
     calls: Count = 100
@@ -92,9 +92,9 @@ class Tune(StepOptions, PolicySource):
     output: Annotated[Path, Written(folder=True)] = Path("runs/tune")
     """Folder of tuned.yaml, tune.json, report.html, the journal, and a file for each candidate."""
     report: OutputFile = None
-    """HTML file; report.html in the output folder if not given."""
+    """HTML file. Default: report.html in the output folder."""
     overwrite: bool = False
-    """Start afresh instead of continuing."""
+    """Start again instead of continuing."""
 
 
 def main(options: Tune, words: list[str]) -> int:
@@ -140,7 +140,7 @@ def main(options: Tune, words: list[str]) -> int:
         path.unlink(missing_ok=True)
     with Journal(path, about) as journal:
         if known := len(journal.found):
-            say(f"continuing {path}: {known} measurements are there; --overwrite starts afresh")
+            say(f"continuing {path}: {known} measurements are there; --overwrite starts again")
         first, left_out = candidates.engines(base, parts, device)
         stages: list[Stage] = [
             lambda _: first,

@@ -247,7 +247,7 @@ def domain_of(saved: Processors | None, settings: PolicyConfig, folder: Path) ->
         return LIBERO_DOMAIN
     raise ConfigError(
         f"checkpoint.domain: expected the number of the robot's domain, which {folder} does not name (3 for LIBERO, "
-        "others in docs/xvla.md), got none"
+        "others in docs/models/xvla.md), got none"
     )
 
 
