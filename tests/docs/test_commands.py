@@ -165,7 +165,7 @@ NEEDS = {
 """Command to the optional packages that it cannot do without."""
 
 
-SLOW = ("vla-accel calibrate ", "vla-accel tune ", "vla-accel bench demo --config native ")
+SLOW = ("vla-accel calibrate ", "vla-accel flow ", "vla-accel tune ", "vla-accel bench demo --config native ")
 """Take more than a few seconds even so."""
 
 

@@ -69,6 +69,7 @@ def test_the_kernels_compute_what_their_references_do() -> None:
     assert {name: worst for name, worst in found.items() if not float(worst) < 2e-6} == {}
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_passes_of_the_published_size_compile(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in lines_of("compile_conv1d", cache=tmp_path)]
