@@ -20,7 +20,8 @@ TEST_JOBS ?= 2
 # Keep compiled modules, because tests start many processes.
 TEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: browser compiler libero ros test test-all test-ros test-triton check format docs setup gl tables demo-checkpoint clean
+.PHONY: browser compiler libero ros test test-all test-ros test-triton check format docs docs-setup setup gl tables \
+	demo-checkpoint clean
 
 libero: setup gl
 	$(BIN)/python -m eval.libero $(LIBERO_ARGS)
@@ -40,8 +41,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs-setup: $(DOCS_STAMP)
+
 # A warning (a dead link, an unknown name) is an error.
-docs: $(DOCS_STAMP)
+docs: docs-setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Write the tables of README and docs/ from the stored results.

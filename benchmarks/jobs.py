@@ -171,6 +171,8 @@ def families(only: str = "") -> list[Job]:
               "--calls 100 --profile", "lerobot"),
         timed("diffusion_policy", "--model diffusion_policy --systems native-bf16,native-int8-denoise,eager,"
               "lerobot-eager --steps 10,100 --batch 1,4 --calls 50 --profile", "lerobot"),
+        timed("multi_task_dit", "--model multi_task_dit --systems native-bf16,native-int8-denoise,eager,"
+              "lerobot-eager --steps 100,10 --batch 1,4 --calls 50 --profile", "lerobot"),
         *(timed(model, f"--model {model} --systems native-bf16,native-fp8,eager --views 2 --steps 4 --calls 50 "
                 "--profile")
           for model in ("groot_n16", "groot_n15")),
@@ -194,6 +196,7 @@ def families(only: str = "") -> list[Job]:
           for model, other, options in (
               ("act", "lerobot-compile", "--steps 1 --calls 100"),
               ("diffusion_policy", "lerobot-compile", "--steps 10 --calls 50"),
+              ("multi_task_dit", "lerobot-compile", "--steps 10 --calls 50"),
               ("evo1", "lerobot-compile", "--views 2 --steps 32 --calls 40"),
               ("molmoact2", "lerobot-graph", "--views 2 --steps 10 --calls 40"),
               ("fastwam", "lerobot-eager,lerobot-compile", "--views 2 --steps 10 --calls 40"),

@@ -23,8 +23,9 @@ from tests.support.rounding import round_otherwise
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel.families.groot import images as groot_images
 
-LONGEST = ("test_kernels_compile.py", "test_image_engine_files.py", "test_kernels.py", "test_tensorrt_build.py",
-           "test_libero_sim.py", "test_onnx_export.py")  # fmt: skip
+LONGEST = ("test_kernels_compile.py", "test_export.py", "test_image_engine_files.py", "test_onnx_export.py",
+           "test_emulated_gemm.py", "test_tensorrt_build.py", "test_ray_replicas.py", "test_libero_sim.py",
+           "test_int8.py", "test_kernels.py", "test_groot_older.py")  # fmt: skip
 """Files of several minutes begin first: one process would be left with the last of them."""
 
 
@@ -77,6 +78,7 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def pytest_addoption(parser: pytest.Parser) -> None:
     for option, project in INTERPRETERS.items():
         parser.addoption(option, default=None, help=f"interpreter of an environment with {project} (see CONTRIBUTING)")
+    parser.addoption("--xpolicylab", default=None, help="a clone of XPolicyLab (see CONTRIBUTING)")
     parser.addoption(
         "--full-size", action="store_true", help="also build Stable Diffusion's UNet at its full size, for minutes"
     )

@@ -15,7 +15,7 @@ MODELS = {
     "groot_n15": "GR00T N1.5", "pi0_fast": "π0-FAST", "act": "ACT", "diffusion_policy": "Diffusion Policy",
     "vla_jepa": "VLA-JEPA", "evo1": "Evo-1", "fastwam": "FastWAM", "molmoact2": "MolmoAct2", "xvla": "X-VLA",
     "starvla_groot": "starVLA QwenGR00T", "starvla_pi": "starVLA QwenPI", "starvla_oft": "starVLA QwenOFT",
-    "openvla_oft": "OpenVLA-OFT",
+    "openvla_oft": "OpenVLA-OFT", "multi_task_dit": "Multi-task DiT",
 }  # fmt: skip
 """Display names of the model families."""
 Row = Mapping[str, Any]

@@ -94,8 +94,8 @@ class Benchmark:
         stresses: disturbances that only the simulator can make, by name. `make_environment` finds their values among
             its settings; an environment draws the rest from the seed of `reset_to`.
         settings_for: returns the settings that a policy with this metadata requires, such as the size of its images.
-        idle: returns the action that keeps the robot still in a tick for which no action has arrived, from its last
-            action (action_dim,) or None. Without it there is no latency.
+        idle: returns the action that keeps the robot still in a tick for which no action has arrived, from the
+            environment and its last action (action_dim,) or None. Without it there is no latency.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Benchmark:
     packages: tuple[str, ...] = ()
     stresses: Mapping[str, Kind] = field(default_factory=dict)
     settings_for: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    idle: Callable[[np.ndarray | None], np.ndarray] | None = None
+    idle: Callable[[Any, np.ndarray | None], np.ndarray] | None = None
 
     def settings_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """All settings of a run of a policy."""

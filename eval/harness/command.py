@@ -85,6 +85,8 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
         raise ConfigError("retry-errors: expected it without --overwrite, which discards the episodes, got both")
     if arguments.report is not None:
         check_path(arguments.report)
+    if arguments.view is not None and ((arguments.workers or 1) > 1 or arguments.ray is not None):
+        raise ConfigError("view: expected one simulator in this process, got --workers or --ray")
     if arguments.output is None:
         require_writable_folder(RUNS / benchmark.name, "output")
     steps = arguments.steps or None

@@ -29,6 +29,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.files import write_json
 from vla_accel.progress import going_on
 from vla_accel.report import page
+from vla_accel.view import open_view
 
 if TYPE_CHECKING:
     from eval.harness.cluster import RayWorkers
@@ -84,7 +85,7 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
             are errors in the result.
     """
     start, options, name = time.perf_counter(), request.options, request.benchmark.name
-    with closing(_start_workers(request, console)) as workers:
+    with closing(open_view(options.view)) as view, closing(_start_workers(request, console)) as workers:
         loaded = workers.loaded
         protocol = request.protocol(loaded.metadata or {})
         if loaded.metadata is not None:
@@ -113,7 +114,8 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
                 log.begin_launch(launch)
                 every = protocol.replan_steps if options.film_all else VIDEO_EVERY
                 filming = {"video_folder": video_folder, "video_keys": frozenset(filmed), "video_every": every}
-                _play(Setup(request.benchmark, protocol, request.source, **filming), missing, workers, log, console)
+                setup = Setup(request.benchmark, protocol, request.source, **filming, view=view)
+                _play(setup, missing, workers, log, console)
             result = _result(request, protocol, mark, workers, log, video_folder)
     beside = request.beside if request.beside is not None else report.stored_like(result, name)
     result["figure"] = figures.draw_result(result, output, beside)

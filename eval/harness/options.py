@@ -9,7 +9,7 @@ from typing import Annotated
 from eval.harness.benchmark import Benchmark
 from eval.harness.policies import Chunking
 from eval.harness.protocol import REPLAN_STEPS, SEED
-from vla_accel.cli.options import Argument, Number, OutputFile, OutputFolder, Within, Written
+from vla_accel.cli.options import Argument, Number, OutputFile, OutputFolder, ViewTarget, Within, Written
 
 RUNS = Path("runs")
 """Folder of results without a name."""
@@ -47,6 +47,9 @@ class Arguments:
     `eval.paired --report` can show lost episodes next to those of the reference."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, films, conditions. With --quick one is made in any case."""
+    view: ViewTarget = None
+    """Show camera images, chunks, executed actions and latencies in rerun: "rerun" starts its viewer,
+    "rerun://HOST:PORT" names one that runs, "rerun:FILE.rrd" records into a file. For one simulator in this process."""
     beside: tuple[Path, ...] = ()
     """Result files whose latencies the pictures show for comparison. Default: stored runs of the same model on the
     same kind of device."""

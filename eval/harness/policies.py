@@ -124,6 +124,7 @@ class PolicyActor:
         self._policies, self._benchmark, self._protocol = policies, benchmark, protocol
         self._send_noise, self._chunking = send_noise, chunking
         self.timings: dict[str, list[float]] = {}
+        self.observation: Mapping[str, Any] = {}
 
     def warm_up(self, instruction: str) -> None:
         """Run every step count on an example, so that no episode pays for the first calls of a task."""
@@ -167,7 +168,7 @@ class PolicyActor:
         protocol = self._protocol
         episode = (protocol.seed, self._key.task_id, self._key.trial)
         seen = disturb(env.observation(), self._benchmark.cameras, protocol.stress, episode=episode, call=self._call)
-        obs = {**seen, "prompt": self._instruction}
+        self.observation = obs = {**seen, "prompt": self._instruction}
         return obs if self._seen is None else dict(self._seen.add(obs))
 
     def _record(self, timing: Mapping[str, Any], wall: float) -> None:
@@ -212,6 +213,7 @@ class ExpertActor:
     def __init__(self, expert: Expert) -> None:
         self._expert = expert
         self.timings: dict[str, list[float]] = {}
+        self.observation: Mapping[str, Any] = {}
 
     def warm_up(self, instruction: str) -> None:
         pass

@@ -18,6 +18,7 @@ from eval.harness.benchmark import Environment, Task
 from eval.harness.protocol import EpisodeKey
 from eval.harness.protocol import Protocol as EvaluationProtocol
 from vla_accel.remote.ensemble import TemporalEnsemble
+from vla_accel.view import OFF, View
 
 
 class Actor(Protocol):
@@ -28,12 +29,14 @@ class Actor(Protocol):
         history: the observations that it reads, one a tick.
         ensemble: how the predictions of a tick are averaged; None: the newest one counts.
         timings: milliseconds of every call in this episode, by component.
+        observation: the newest one that it read; empty for an actor that reads none.
     """
 
     looks: bool
     history: int
     ensemble: TemporalEnsemble | None
     timings: dict[str, list[float]]
+    observation: Mapping[str, Any]
 
     def warm_up(self, instruction: str) -> None:
         """Run before the first episode of a task, which would otherwise pay for it."""
@@ -69,8 +72,8 @@ class Chunks:
     def __init__(self, latency: int, replan: int, ensemble: TemporalEnsemble | None = None) -> None:
         self._latency, self._replan, self._ensemble = latency, replan, ensemble
         self._used: np.ndarray | None = None
-        self._first = 0
-        """Tick of the first row in use."""
+        self._first = self.observed = 0
+        """Ticks of the first row in use, and of the observation that it comes from."""
         self._coming: tuple[np.ndarray, int, int] | None = None
         """The pending chunk, the tick of its first row, and that of its arrival."""
 
@@ -105,7 +108,8 @@ class Chunks:
 
     def _arrive(self, tick: int) -> None:
         if self._coming is not None and self._coming[2] <= tick:
-            (self._used, self._first, _), self._coming = self._coming, None
+            (self._used, self._first, arrival), self._coming = self._coming, None
+            self.observed = arrival - self._latency
 
 
 @dataclass(frozen=True)
@@ -174,12 +178,14 @@ def run_episode(
     protocol: EvaluationProtocol,
     *,
     recorder: Any = None,
-    idle: Callable[[np.ndarray | None], np.ndarray] | None = None,
+    view: View = OFF,
+    idle: Callable[[Any, np.ndarray | None], np.ndarray] | None = None,
 ) -> EpisodeResult:
     """Play one episode to its end, or to the exception that becomes its error.
 
     Args:
         recorder: a `VideoRecorder`: gets the first observation and then one every `recorder.every` actions.
+        view: shows the observations, chunks and actions.
         idle: what the robot does while it waits (`Benchmark.idle`); a protocol with latency needs it.
     """
     start = time.perf_counter()
@@ -193,13 +199,20 @@ def run_episode(
         action, limit = None, protocol.limit(key)
         while env_steps < limit and not success:
             if chunks.due(env_steps):
-                chunks.put(actor.actions(env, chunks.left(env_steps)), env_steps)
+                rows = actor.actions(env, chunks.left(env_steps))
+                chunks.put(rows, env_steps)
+                if view.on:
+                    latency = {name: ms[-1] for name, ms in actor.timings.items()}
+                    view.inferred(env_steps, actor.observation, rows, latency)
             rest = chunks.left(env_steps)
             if rest is None:
                 assert idle is not None, "a protocol with latency needs a benchmark with `idle`"
-                action = idle(action)
+                action = idle(env, action)
             else:
                 action = rest[0]
+            if view.on:
+                view.executed(env_steps, action)
+                view.measured(env_steps, {"age/ticks": env_steps - chunks.observed})
             after = env_steps + 1
             films = recorder is not None and after % recorder.every == 0
             wait = chunks.until_due(after)

@@ -13,6 +13,7 @@ from eval.harness.policies import PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import Actor, EpisodeResult, run_episode
 from vla_accel import machine
+from vla_accel.view import OFF, View
 
 PACKAGES = ("numpy", "imageio-ffmpeg")
 VIDEO_EVERY = 2  # actions between two frames
@@ -26,6 +27,7 @@ class Setup:
         threads: for torch in a worker with its own policy; None leaves torch's default.
         video_folder: where videos of the episodes `video_keys` go, or None for none.
         video_every: actions between two frames.
+        view: shows the episodes; only for episodes in the process that opened it.
     """
 
     benchmark: Benchmark
@@ -35,6 +37,7 @@ class Setup:
     video_folder: Path | None = None
     video_keys: frozenset[EpisodeKey] = frozenset()
     video_every: int = VIDEO_EVERY
+    view: View = OFF
 
 
 def software(benchmark: Benchmark) -> dict[str, str]:
@@ -76,7 +79,9 @@ class Runner:
                 setup.benchmark.cameras, every=setup.video_every, control_hz=setup.benchmark.control_hz
             )
         idle = setup.benchmark.idle
-        result = run_episode(env, task, self._actor, key, setup.protocol, recorder=recorder, idle=idle)
+        setup.view.began(f"{suite}, {key}: {task.instruction}")
+        shown = {"recorder": recorder, "view": setup.view}
+        result = run_episode(env, task, self._actor, key, setup.protocol, **shown, idle=idle)
         if result.error:
             self.close()  # its simulator may be broken: the next episode gets a new one
         if folder is not None and recorder is not None and recorder.frames:

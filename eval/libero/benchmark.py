@@ -29,9 +29,10 @@ def make_environment(task: Task, settings: Mapping[str, Any], render: bool) -> L
 
 def settings_for(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The image size of a policy, up to the rendered size: a policy enlarges images itself, as in its training.
-    Without one in the metadata, openpi's size."""
+    Without one in the metadata, openpi's size. A robot whose actions are poses has absolute ones."""
     size = min(metadata.get("image_size") or IMAGE_SIZE, RESOLUTION)
-    return {} if size == IMAGE_SIZE else {"image_size": size}
+    posed = (metadata.get("robot") or {}).get("pose") == "axis_angle"
+    return {**({} if size == IMAGE_SIZE else {"image_size": size}), **({"absolute": True} if posed else {})}
 
 
 def from_sampled(benchmark: Benchmark, folder: Path, suites: Sequence[str], tasks: str | None = None) -> Benchmark:
@@ -42,8 +43,10 @@ def from_sampled(benchmark: Benchmark, folder: Path, suites: Sequence[str], task
     return replace(benchmark, load_suite=load, settings={**benchmark.settings, STARTS: starts})
 
 
-def idle(last: np.ndarray | None) -> np.ndarray:
-    """No motion; the gripper keeps its command."""
+def idle(env: LiberoEnv, last: np.ndarray | None) -> np.ndarray:
+    """No motion; the gripper keeps its command. Of absolute poses the last one, at first the present one."""
+    if env.absolute:
+        return env.present_pose() if last is None else last
     return WAIT_ACTION if last is None else np.append(WAIT_ACTION[:-1], last[-1])
 
 

@@ -31,6 +31,9 @@ CAMERAS = {
     "observation/wrist_image": "robot0_eye_in_hand_image",
 }
 """openpi's key to robosuite's."""
+STATE = "observation/state"
+_XVLA_TURNS = dict(zip(CAMERAS.values(), (-1, 1), strict=True))
+"""Steps along rows and columns of each camera's image."""
 PROPRIO = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
 """robosuite's keys: end effector xyz, its quaternion (x, y, z, w), the two fingers."""
 RESOLUTION = 256
@@ -49,15 +52,23 @@ def to_openpi(observation: dict[str, np.ndarray], size: int = IMAGE_SIZE) -> dic
     """A LIBERO observation in openpi's form: images turned by 180 degrees and `size` a side, state (8,) float64."""
     seen = {key: resize_with_pad(observation[name][::-1, ::-1], size) for key, name in CAMERAS.items()}
     position, quaternion, fingers = (observation[name] for name in PROPRIO)
-    seen["observation/state"] = np.concatenate((position, quaternion_to_axis_angle(quaternion), fingers))
+    seen[STATE] = np.concatenate((position, quaternion_to_axis_angle(quaternion), fingers))
     return seen
+
+
+def to_xvla(observation: dict[str, np.ndarray], rotation: np.ndarray, size: int) -> dict[str, np.ndarray]:
+    """A LIBERO observation in X-VLA's form: the wrist's image is not turned; state (20,) float64 of the position, the
+    first two columns of the controller's `rotation` (3, 3), and zeros."""
+    third, wrist = (resize_with_pad(observation[name][::turn, ::turn], size) for name, turn in _XVLA_TURNS.items())
+    state = np.concatenate((observation[PROPRIO[0]], rotation[:, 0], rotation[:, 1], np.zeros(11)))
+    return {**dict(zip(CAMERAS, (third, wrist), strict=True)), STATE: state}
 
 
 def example(settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """What a policy sees with these settings of an environment, in black: for warming it up."""
     size = settings.get("image_size", IMAGE_SIZE)
     images = {key: np.zeros((size, size, 3), np.uint8) for key in CAMERAS}
-    return {**images, "observation/state": np.zeros(8)}
+    return {**images, STATE: np.zeros(20 if settings.get("absolute") else 8)}
 
 
 def quaternion_to_axis_angle(quaternion: np.ndarray) -> np.ndarray:
@@ -92,6 +103,8 @@ class LiberoEnv:
         image_size: pixels along a side of an observed image, of the `resolution` that is rendered.
         render: without it there are no images and no rendering context.
         camera: metres by which the third-person camera is moved, in a new direction in each episode.
+        absolute: actions are poses in the world's frame, position and axis-angle, and observations are X-VLA's; the
+            actions of `wait_steps` are steps in either case.
 
     Raises DependencyError without a working libero, SimulatorError without an OpenGL library.
     """
@@ -106,8 +119,9 @@ class LiberoEnv:
         render: bool = True,
         hard_reset: bool = False,
         camera: float = 0.0,
+        absolute: bool = False,
     ) -> None:
-        self.task = task
+        self.task, self.absolute = task, absolute
         self._camera, self._image_size, self._wait_steps, self._render = camera, image_size, wait_steps, render
         self._observation: dict[str, np.ndarray] | None = None
         self.success = False
@@ -161,8 +175,10 @@ class LiberoEnv:
         self._env.set_init_state(start_state)
         if self._camera:
             self._move_camera(np.random.default_rng(None if seed is None else [*seed, 3]))
+        self.controller.use_delta = True
         for i in range(self._wait_steps):
             self.step(WAIT_ACTION, look=self._render and i == self._wait_steps - 1)
+        self.controller.use_delta = not self.absolute
         return self._observation
 
     def sample_placement(self) -> np.ndarray:
@@ -181,8 +197,8 @@ class LiberoEnv:
         return self._env.get_sim_state().copy()
 
     def step(self, action: np.ndarray, *, look: bool = False) -> bool:
-        """Execute one action: float (7,), xyz / axis-angle deltas and gripper (-1 open, 1 closed) in [-1, 1]. Returns
-        whether the goal holds now; only with `look` is there an observation afterwards."""
+        """Execute one action: float (7,), xyz / axis-angle deltas in [-1, 1], or an absolute pose, and gripper (-1
+        open, 1 closed). Returns whether the goal holds now; only with `look` is there an observation afterwards."""
         action = np.asarray(action, dtype=np.float64)
         if action.shape != (7,) or not np.isfinite(action).all():
             raise ObservationError(f"action: expected 7 finite numbers, got {action}")
@@ -196,18 +212,31 @@ class LiberoEnv:
         self._observation = None
         if look:
             self._enable_cameras(False)
-            self._observation = to_openpi(observation, self._image_size)
+            self._observation = (
+                to_xvla(observation, self.controller.ee_ori_mat, self._image_size)
+                if self.absolute
+                else to_openpi(observation, self._image_size)
+            )
         return self.success
 
     def observation(self) -> dict[str, np.ndarray]:
         """The observation of the last step, with openpi's keys but for `prompt`.
 
         `observation/image`, `observation/wrist_image` uint8 (image_size, image_size, 3); `observation/state` float64
-        (8,).
+        (8,), of X-VLA (20,).
         """
         if self._observation is None:
             raise SimulatorError("observation(): the last step did not look; call step(action, look=True) before it")
         return self._observation
+
+    def present_pose(self) -> np.ndarray:
+        """The absolute action (7,) that keeps the hand where it is, with an open gripper."""
+        import mujoco
+
+        quaternion, turn = np.empty(4), np.empty(3)
+        mujoco.mju_mat2Quat(quaternion, self.controller.ee_ori_mat.ravel())
+        mujoco.mju_quat2Vel(turn, quaternion, 1.0)
+        return np.concatenate((self.controller.ee_pos, turn, WAIT_ACTION[-1:]))
 
     def close(self) -> None:
         """Free the simulation and its rendering context."""
@@ -223,7 +252,7 @@ class LiberoEnv:
         mujoco.mj_getState(self.model, self.data, physics, spec)
         inner = self._env.env
         robot = inner.robots[0]
-        controller = _plain(robot.controller)
+        controller = _plain(self.controller)
         gripper = np.array(robot.gripper.current_action, dtype=np.float64)
         environment = {k: getattr(inner, k) for k in ("timestep", "cur_time", "done")}
         names = ("_time_since_last_sample", "_sampled", "_current_observed_value")
@@ -234,7 +263,7 @@ class LiberoEnv:
             if episode != self._episode:
                 raise SimulatorError("restore: the state was saved before the last reset")
             mujoco.mj_setState(self.model, self.data, physics, spec)
-            vars(robot.controller).update(copy.deepcopy(controller))
+            vars(self.controller).update(copy.deepcopy(controller))
             robot.gripper.current_action = gripper.copy()
             vars(inner).update(environment)
             for name, values in observables.items():
@@ -256,6 +285,12 @@ class LiberoEnv:
     def data(self) -> Any:
         """The raw `mujoco.MjData`. Poses derived from qpos are one physics step (2 ms) old after `step`."""
         return self._env.sim.data._data
+
+    @property
+    def controller(self) -> Any:
+        """robosuite's controller of the hand's pose. Its `ee_pos` (3,) and `ee_ori_mat` (3, 3) are those of the last
+        physics step."""
+        return self._env.env.robots[0].controller
 
     @property
     def goal(self) -> list[list[str]]:

@@ -40,6 +40,7 @@ INSTALLS, MINUTES, SERVES = "it installs packages", "it takes minutes", "it runs
 OTHERS, FILES = "it needs another project's environment", "it needs weights or engines that are not here"
 LEROBOT = "it needs lerobot; tests/plugins/test_lerobot_commands.py runs it there"
 VLA_EVAL = "it needs vla-eval; tests/plugins/test_vla_eval_server.py runs it there"
+XPOLICYLAB = "it needs XPolicyLab; tests/plugins/test_xpolicylab.py runs its server and client"
 ROS = "it needs ROS 2; tests/plugins/ros_environment.py builds the packages, tests/plugins/test_ros_node.py runs them"
 LOOKED_UP: dict[str, str] = {
     "make": "tests/docs/test_commands.py looks the targets up; CI runs them",
@@ -53,6 +54,8 @@ LOOKED_UP: dict[str, str] = {
     "python -m lerobot": LEROBOT,
     "vla-eval ": VLA_EVAL,
     "python -m vla_eval": VLA_EVAL,
+    "cp -r plugins/xpolicylab_vla_accel": XPOLICYLAB,
+    "cd ../XPolicyLab": XPOLICYLAB,
     "python3 -m colcon": ROS,
     "ros2 ": "it needs ROS 2, of which the package index has no launch files and no command line",
     "python -m pytest": "it would run the tests within a test",
@@ -162,7 +165,7 @@ NEEDS = {
 """Command to the optional packages that it cannot do without."""
 
 
-SLOW = ("vla-accel calibrate ", "vla-accel tune ", "vla-accel bench demo --config native ")
+SLOW = ("vla-accel calibrate ", "vla-accel flow ", "vla-accel tune ", "vla-accel bench demo --config native ")
 """Take more than a few seconds even so."""
 
 

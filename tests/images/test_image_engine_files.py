@@ -93,6 +93,7 @@ def test_every_size_finds_its_profile_and_inspect_shows_them(multi: Path, capsys
     assert shown["inputs"] and shown["outputs"] and len(shown["profiles"]) == len(PROFILES)
 
 
+@pytest.mark.slow
 def test_what_is_there_is_used(multi: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (multi / "vae_encoder_multi_profile.trt").stat().st_mtime
     words = ["build-vae", "--vae", "tiny-qwen-vae", "--output-dir", str(multi), "--targets", "sm89"]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.support.images import (
     CPU,
     ENGINES,
+    ONE_EACH,
     VAES,
     accelerated,
     assert_near,
@@ -55,8 +56,7 @@ def tile(vae: Any, size: int) -> None:
         vae.enable_tiling(size, size, size * 3 // 4, size * 3 // 4)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize(("name", "engine"), ONE_EACH)
 def test_tiles_are_those_of_diffusers(name: str, engine: str) -> None:
     vae = make_vae(name)
     image, latents = vae_inputs(name, 136, 200)
@@ -113,8 +113,7 @@ def exchanged_parameters(vae: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [loaded, in_place, through_data, exchanged_parameters])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize(("name", "engine"), ONE_EACH)
 def test_weights_that_change_later_count(name: str, engine: str, change: Callable[[Any], None]) -> None:
     vae = make_vae(name)
     values = vae_inputs(name)
@@ -128,8 +127,7 @@ def test_weights_that_change_later_count(name: str, engine: str, change: Callabl
     assert differ(want, before), "the change must show"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize(("name", "engine"), ONE_EACH)
 def test_another_dtype_counts(name: str, engine: str) -> None:
     vae = make_vae(name)
     image, latents = vae_inputs(name)

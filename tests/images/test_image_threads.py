@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.images import ENGINES, VAES, accelerated, make_parts, make_vae, vae_inputs, wrong_answers
+from tests.support.images import ENGINES, ONE_EACH, accelerated, make_parts, make_vae, vae_inputs, wrong_answers
 from vla_accel.errors import EngineError
 from vla_accel.images import AcceleratedVae, plug_in
 from vla_accel.images.stable import Request
@@ -16,8 +16,7 @@ from vla_accel.images.stable import Request
 THREADS, CALLS = 4, 25
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", VAES[:2])
+@pytest.mark.parametrize(("name", "engine"), ONE_EACH[:2])
 @pytest.mark.parametrize("side", ["encode", "decode"])
 def test_each_thread_gets_its_own_picture(name: str, engine: str, side: str) -> None:
     run = getattr(AcceleratedVae(make_vae(name), {"vae_type": engine}), side)

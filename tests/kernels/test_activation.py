@@ -20,6 +20,7 @@ X = torch.linspace(-4, 4, 24).view(3, 8)
         (Activation.SILU, X / (1 + torch.exp(-X))),
         (Activation.RELU, X.clamp(min=0)),
         (Activation.GELU_ERF, X * torch.distributions.Normal(0.0, 1.0).cdf(X)),
+        (Activation.QUICK_GELU, X / (1 + torch.exp(-1.702 * X))),
         (Activation.GEGLU, F.gelu(X[:, :4], approximate="tanh") * X[:, 4:]),
         (Activation.SWIGLU, F.silu(X[:, :4]) * X[:, 4:]),
     ],

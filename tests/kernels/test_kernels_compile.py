@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import json
 import re
 import sysconfig
@@ -17,8 +18,8 @@ import torch
 
 from tests.kernels.test_gemm import BF16, FP8, GEGLU, GELU, NONE, NORMED, RESIDUAL, SWIGLU, TABLE, TILES, why_not
 from tests.support.cubin import local_between, registers_of, stack_of
-from tests.support.gpus import A100, ARCHITECTURES, B200, H200, RTX_3090, RTX_4090, RTX_5090
-from tests.support.scripts import lines_of
+from tests.support.gpus import A100, ARCHITECTURES, B200, GENERATIONS, H200, RTX_3090, RTX_4090, RTX_5090
+from tests.support.scripts import lines_of, needs_triton
 from tests.support.streamed_support import EXPERTS, LOOPS, LoopCase, Loops, recorded_loop
 from vla_accel.errors import EngineError
 from vla_accel.families.diffusion_policy.bench import ddpm
@@ -61,11 +62,12 @@ SPILLED = 256
 """Bytes a thread may keep in local memory: some around a loop, of sums that fill all 255 registers."""
 
 
-def compiled_for(version: str, folder: Path, *options: str) -> list[dict[str, Any]]:
+def compiled_for(versions: str | tuple[str, ...], folder: Path, *options: str) -> list[dict[str, Any]]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("NOT RUN: needs triton: pip install 'triton>=3.6' (Linux)")
     script = ("compile_each", "each") if "each" in options else ("compile_kernels", *options)
-    return [json.loads(line) for line in lines_of(*script, version, cache=folder)]
+    versions = (versions,) if isinstance(versions, str) else versions
+    return [json.loads(line) for line in lines_of(*script, *versions, cache=folder)]
 
 
 @pytest.fixture(scope="module")
@@ -108,18 +110,27 @@ def test_every_models_kernels_compile_and_fit(compiled: list[dict[str, Any]]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [v for v in ARCHITECTURES if v != "9.0"])
-def test_every_kernel_compiles_and_fits_elsewhere(version: str, tmp_path: Path) -> None:
+@needs_triton
+def test_a_generation_has_the_same_code(tmp_path: Path) -> None:
+    """So a launch of several of its GPUs is compiled once."""
+    assert sorted(itertools.chain(*GENERATIONS)) == sorted(ARCHITECTURES)
+    found = [json.loads(line) for line in lines_of("compile_generations", cache=tmp_path)]
+    assert len(found) == 6 and all(codes == 1 for *_, codes in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("versions", [found for found in GENERATIONS if found != ("9.0",)], ids=" ".join)
+def test_every_kernel_compiles_and_fits_elsewhere(versions: tuple[str, ...], tmp_path: Path) -> None:
     """On the GPU with the least, what a build would measure, too."""
-    gpu = ARCHITECTURES[version]
-    rows = compiled_for(version, tmp_path, *(["--tried"] if version == "8.6" else []))
+    rows = compiled_for(versions, tmp_path)
     for row in rows:
-        assert row["gpu"] == version
         check_it_fits(row)
-    for model in ("pi05", "pi05 int8", "pi0", "pi0 int8", *(["pi05 fp8"] if gpu.fp8 else [])):
-        assert {row["kernel"] for row in rows if model in row["models"]} >= BY_MODEL[model], model
-    if version == "8.6":
-        assert {row["kernel"] for row in rows if "pi0" in row["models"]} >= AROUND
+    for version in versions:
+        own = [row for row in rows if row["gpu"] == version]
+        for model in ("pi05", "pi05 int8", "pi0", "pi0 int8", *(["pi05 fp8"] if ARCHITECTURES[version].fp8 else [])):
+            assert {row["kernel"] for row in own if model in row["models"]} >= BY_MODEL[model], (version, model)
+    if "8.6" in versions:
+        assert {row["kernel"] for row in rows if row["gpu"] == "8.6" and "pi0" in row["models"]} >= AROUND
 
 
 def launched() -> set[str]:
@@ -130,25 +141,26 @@ def launched() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ARCHITECTURES)
-def test_each_kernel_compiles_for_each_capability(version: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("versions", GENERATIONS, ids=" ".join)
+def test_each_kernel_compiles_for_each_capability(versions: tuple[str, ...], tmp_path: Path) -> None:
     """SmolVLA's, GR00T's, π0-FAST's, the image models' and loops with INT8 weights, where the models above do not
     have them: once each, in an ordinary tile."""
-    gpu = ARCHITECTURES[version]
-    rows = compiled_for(version, tmp_path, "each")
-    # Of the ways to attend with very wide heads this one is out where a block has 99 KB.
-    tight = {"_wide_attention"} if gpu.shared_per_block < 100 << 10 else set()
+    rows = compiled_for(versions, tmp_path, "each")
     for row in rows:
+        # Of the ways to attend with very wide heads this one is out where a block has 99 KB.
+        tight = {"_wide_attention"} if ARCHITECTURES[row["gpu"]].shared_per_block < 100 << 10 else set()
         assert row["bytes"] > 1000 and row["fits"] == (row["kernel"] not in tight), row
         assert row["spilled"] <= SPILLED, row
         check_its_config(row)
     everywhere = set().union(*(BY_MODEL[model] for model in ("pi05", "pi05 int8", "pi0", "pi0 int8")))
     # A GELU of its own comes before a product in FP8 alone.
     everywhere |= {"_gelu"}
-    assert {row["kernel"] for row in rows} | everywhere == launched()
-    # Where the models above have BF16 loops alone, all products of a loop are here with INT8 weights.
-    loops = {"_cross_attention"} | (set() if version in ("8.7", "9.0") else FEW | MANY - {"_measure"})
-    assert {row["kernel"] for row in rows if row["int8"]} >= loops
+    for version in versions:
+        own = [row for row in rows if row["gpu"] == version]
+        assert {row["kernel"] for row in own} | everywhere == launched(), version
+        # Where the models above have BF16 loops alone, all products of a loop are here with INT8 weights.
+        loops = {"_cross_attention"} | (set() if version in ("8.7", "9.0") else FEW | MANY - {"_measure"})
+        assert {row["kernel"] for row in own if row["int8"]} >= loops, version
 
 
 @pytest.mark.slow
@@ -342,7 +354,7 @@ def test_a_source_that_does_not_compile_says_where(nvrtc_library: ctypes.CDLL, m
 def test_tiles_by_tma_compile(version: str, tmp_path: Path) -> None:
     """Where there is most shared memory, and least. No thread copies a tile then, and of one product's sums nothing is
     spilled."""
-    rows = compiled_for(version, tmp_path, "--tried", "--tma")
+    rows = compiled_for(version, tmp_path, "--tma")
     assert {row["kernel"] for row in rows} == MANY - {"_measure"}
     for row in rows:
         check_it_fits(row)
@@ -353,5 +365,6 @@ def test_tiles_by_tma_compile(version: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_loops_that_pin_actions_compile(tmp_path: Path) -> None:
     """Per-row constants cost registers, but none is spilled."""
-    pinned = [row for row in compiled_for("9.0", tmp_path, "--trained") if row["constants"].get("PINNED")]
-    assert {row["kernel"] for row in pinned} == {"_step", *FEW} and max(row["spilled"] for row in pinned) == 0
+    rows = compiled_for("9.0", tmp_path, "--trained")
+    assert {row["kernel"] for row in rows} == {"_step", *FEW}
+    assert all(row["constants"]["PINNED"] for row in rows) and max(row["spilled"] for row in rows) == 0

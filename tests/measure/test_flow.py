@@ -244,7 +244,7 @@ def groot(folder: Path) -> list[dict[str, Any]]:
     return [groot_folders.observation(seed) for seed in range(FEWEST)]
 
 
-@pytest.mark.parametrize("write", [pi05, smolvla, groot])
+@pytest.mark.parametrize("write", [pi05, *(pytest.param(one, marks=pytest.mark.slow) for one in (smolvla, groot))])
 def test_the_command_writes_a_configuration_that_others_take(
     write: Callable[[Path], list[dict[str, Any]]],
     tmp_path: Path,
@@ -305,7 +305,7 @@ def test_one_clear_error_before_anything_is_written(tmp_path: Path, capsys: pyte
             "recording .*few.npz: observations: expected at least 8, .*, got 5",
         ),
         ((folder, "--observations", tmp_path / "other.npz"), r"recording .*other.npz: observations\[0\]: .*got front"),
-        ((fast,), "flow: expected a family whose steps integrate a flow, got pi0_fast"),
+        ((fast,), "flow: expected a model whose steps integrate a flow, got pi0_fast"),
     ]
     for words, message in cases:
         out = tmp_path / "out"

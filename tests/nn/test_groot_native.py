@@ -125,7 +125,11 @@ def test_a_call_launches_few_kernels() -> None:
 @pytest.mark.slow
 @needs_triton
 def test_every_kernel_compiles_for_hopper_and_fits(tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in lines_of("compile_each", "groot", cache=tmp_path)]
-    assert {row["kernel"] for row in rows} >= {"_pipelined_columns", "_flow_step", "_rotate"}
+    """Those of every release in one process: they have many in common."""
+    kinds = ("groot", "groot_n16", "groot_n15")
+    rows = [json.loads(line) for line in lines_of("compile_each", *kinds, cache=tmp_path)]
+    for kind in kinds:
+        found = {row["kernel"] for row in rows if row["models"] == [kind]}
+        assert found >= {"_pipelined_columns", "_flow_step", "_rotate"}, kind
     # A batch's tiles of 128 rows fill all registers, and keep some sums elsewhere around their loop.
     assert [row for row in rows if row["bytes"] <= 1000 or not row["fits"] or row["spilled"] > 128] == []

@@ -222,6 +222,7 @@ def test_cameras_are_in_the_models_order(eager: OptimizedPolicy) -> None:
     assert np.abs(found[0] - found[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "flop", "read"), [("groot_n16", 1.28, 1.66), ("groot_n15", 1.56, 0.83)])
 def test_work_of_the_published_size(name: str, flop: float, read: float) -> None:
     """As counted apart from this code, in TFLOP and GB a step, at two views."""
@@ -240,11 +241,3 @@ def test_work_of_the_published_size(name: str, flop: float, read: float) -> None
 def test_a_call_launches_few_kernels(kind: str, depth: int) -> None:
     found = json.loads(*lines_of("compile_each", kind, "--count"))
     assert found["denoise"] == 4 * (5 * depth + 6) + 1 and found["vision"] < 100 and found["kv_cache"] < 100
-
-
-@pytest.mark.slow
-@needs_triton
-@pytest.mark.parametrize("kind", ["groot_n16", "groot_n15"])
-def test_every_kernel_compiles_for_hopper_and_fits(kind: str, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in lines_of("compile_each", kind, cache=tmp_path)]
-    assert [row for row in rows if row["bytes"] <= 1000 or not row["fits"] or row["spilled"] > 128] == []

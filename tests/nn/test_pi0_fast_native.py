@@ -167,9 +167,8 @@ def test_a_token_launches_few_kernels() -> None:
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize("capability", ["8.9", "9.0"])
-def test_every_kernel_compiles_and_fits(capability: str, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in lines_of("compile_each", "decode", capability, cache=tmp_path)]
+def test_every_kernel_compiles_for_hopper_and_fits(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in lines_of("compile_each", "decode", cache=tmp_path)]
     products = {"_skinny_pair", "_skinny_columns", "_row_pair", "_row_columns"}
     assert products | {"_suffix_attention", "_add_norm"} <= {r["kernel"] for r in rows}
     assert [row for row in rows if row["bytes"] <= 1000 or not row["fits"] or row["spilled"] > 128] == []

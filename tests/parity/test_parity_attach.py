@@ -17,12 +17,19 @@ from tests.parity.test_parity_lerobot_releases import RELEASES
 
 pytestmark = pytest.mark.parity
 
-RESIZED = ("pi0", "pi05", "smolvla", "pi0_fast", "vla_jepa")
+RESIZED = ("pi0", "pi05", "smolvla", "pi0_fast", "vla_jepa", "groot_n15", "molmoact2 resized")
 """Policies that resize images: lerobot to fractions of a grey level, this package to whole levels."""
 TOLERANCES = {True: 5e-3, False: 1e-4}
 """Largest difference in standard deviations of lerobot's actions, of `RESIZED` and of others."""
 EVERYWHERE = ("pi0", "pi05", "smolvla", "pi0_fast", "act", "act min_max", "diffusion ddpm", "diffusion ddim")
-POLICIES = {"0.4.4": EVERYWHERE, "0.5.1": EVERYWHERE, "0.6.1": (*EVERYWHERE, "vla_jepa", "fastwam", "groot")}
+POLICIES = {
+    "0.4.4": (*EVERYWHERE, "xvla", "xvla joint"),
+    "0.5.1": (*EVERYWHERE, "xvla", "xvla joint", "groot_n15"),
+    "0.6.1": (
+        *EVERYWHERE, "vla_jepa", "fastwam", "groot", "xvla", "xvla joint", "molmoact2", "molmoact2 resized", "evo1",
+        "evo1 bare",
+    ),
+}  # fmt: skip
 CASES = [pytest.param(release, name, id=f"{release}-{name}") for release, names in POLICIES.items() for name in names]
 
 

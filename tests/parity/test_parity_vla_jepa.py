@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 
+from tests.parity.answers import Answers
 from tests.parity.conftest import Make
-from vla_accel import OptimizedPolicy
-from vla_accel.config import load_config
 
 pytestmark = pytest.mark.parity
 
@@ -20,24 +16,7 @@ BOUNDS = {"plain": 1e-4, "bare": 1e-4, "resized": 1e-3}
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("variant", BOUNDS)
 def test_the_actions_are_lerobots(made: Make, variant: str, engine: str) -> None:
-    folder: Path = made("groot", "make_vla_jepa_reference") / variant
-    theirs = dict(np.load(folder / "answers.npz"))
-    settings = {"precision": "fp32", **dict.fromkeys(("vision", "kv_cache", "denoise"), engine)}
-    policy = OptimizedPolicy.from_pretrained(folder / "checkpoint", load_config(settings), device="cpu")
-    three = [
-        {
-            **{f"observation.images.{c}": theirs[c][i] for c in ("front", "wrist")},
-            "observation.state": theirs["state"][i], "task": str(theirs["tasks"][i]),
-        }
-        for i in range(3)
-    ]  # fmt: skip
-    less = {k: v for k, v in three[0].items() if k != "observation.images.wrist"}
-    found = {
-        "alone": policy.infer(three[0], noise=theirs["noise"][0])["actions"],
-        "batch": np.stack([one["actions"] for one in policy.infer_batch(three, noise=theirs["noise"])]),
-        "missing": policy.infer(less, noise=theirs["noise"][0])["actions"],
-    }
-    for case, actions in found.items():
-        difference = np.abs(actions - theirs[case]).max() / np.ptp(theirs["batch"])
-        print(f"{variant} {engine} {case}: largest difference {difference:.1e} of the range")
-        assert difference <= BOUNDS[variant]
+    answers = Answers(made("groot", "make_vla_jepa_reference") / variant, engine)
+    policy = answers.policy()
+    found = {"alone": answers.first(policy), "batch": answers.batch(policy), "missing": answers.first(policy, "wrist")}
+    answers.compare(found, BOUNDS[variant])

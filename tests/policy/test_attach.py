@@ -6,12 +6,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import vla_accel
 from tests.support.small_lerobot_policy import Policy, batch_of
-from vla_accel.errors import ObservationError
+from vla_accel.attachment.noise import RecordedNoise
+from vla_accel.attachment.prepared import one_length, one_number
+from vla_accel.errors import ConfigError, ObservationError
 
 CLOSE = 1e-4
 HOLE = torch.tensor([[True, False, True, True, True, True, True]])
@@ -39,6 +42,52 @@ def test_an_attached_policy_answers_as_before_from_the_engines() -> None:
     noise = torch.randn(1, 5, 9)
     given = [policy.predict_action_chunk(batch_of(1), noise=noise) for _ in range(2)]
     assert torch.equal(*given), "the caller's noise is not used"
+
+
+def test_the_state_has_the_size_of_the_first_batch() -> None:
+    """A policy that was trained from a base for another robot keeps the base's features."""
+    policy = Policy()
+    policy.config.content["input_features"]["observation.state"]["shape"] = [9]
+    before = answer(policy, 3)
+    attached = vla_accel.attach(policy)
+    assert (answer(policy, 3) - before).abs().max() < CLOSE and attached.active
+    with pytest.raises(ObservationError, match="state"):
+        policy.predict_action_chunk({**batch_of(1), "observation.state": torch.zeros(1, 5)})
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+def test_a_draw_is_recorded_and_repeated(uniform: bool) -> None:
+    draw = torch.rand if uniform else torch.randn
+
+    def policy(batch: int) -> torch.Tensor:  # as Evo-1, whose noise is one row of numbers
+        _ = torch.randint(9, (batch, 6)), (torch.randn if uniform else torch.rand)(batch, 6), draw(batch, 7)
+        drawn = draw(batch, 6)
+        return (drawn * 2 - 1 if uniform else drawn).view(batch, 2, 3)
+
+    with RecordedNoise((2, 3), uniform=uniform) as recorded:
+        expected = policy(2)
+    noise = recorded.draws.noise()
+    assert noise is not None and torch.equal(noise, expected)
+    torch.manual_seed(5)
+    again = recorded.draws.again(4).noise()
+    torch.manual_seed(5)
+    drawn = draw(4, 6)
+    assert again is not None and torch.equal(again.flatten(1), drawn * 2 - 1 if uniform else drawn)
+
+
+@pytest.mark.parametrize(
+    ("read", "rows"),
+    [
+        (lambda rows: one_number(torch.tensor(rows), "domain_id"), ([3, 3], [3, 2])),
+        (lambda rows: len(one_length([np.zeros(row) for row in rows], "mask")[0]), ([3, 3], [3, 2])),
+    ],
+    ids=["embodiment or domain", "padding that changes actions"],
+)
+def test_a_batch_has_one_of_what_a_network_has_once(read: Callable[[Any], int], rows: tuple[Any, Any]) -> None:
+    good, bad = rows
+    assert read(good) == 3
+    with pytest.raises(ConfigError, match="expected"):
+        read(bad)
 
 
 def test_noise_follows_torchs_seed() -> None:

@@ -173,6 +173,7 @@ def test_bad_input_is_one_error(folder: Path, tmp_path: Path) -> None:
         policy_of(write(tmp_path, stored={n: tensors()[n] for n in (*names, "model.action_head.seq_pool_proj.bias")}))
 
 
+@pytest.mark.slow
 def test_work_of_the_published_size() -> None:
     """As counted apart from this code: 0.72 TFLOP a view and 216 MB a step besides keys and values."""
     card, sizes = bench_card(family_named("evo1")), evo1()

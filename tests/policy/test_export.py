@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,7 +43,9 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "fastwam": fastwam,
     "vla_jepa": lambda folder: vla_jepa_folders.write(folder, "plain"),
 }
-QUICK = {("torch-export", "act"), ("onnx", "act"), ("torch-export", "pi05")}
+WORDS = {"act": ("--batch", "2")}
+"""Of a family without steps; others take two."""
+QUICK = ("torch-export", "act")
 # tests/engines/test_onnx_export.py has the graphs of the other families.
 CASES = [*(("torch-export", name) for name in FOLDERS), ("onnx", "act"), ("onnx", "diffusion_policy")]
 
@@ -67,17 +71,26 @@ def runner_of(folder: Path) -> Any:
     return module.Exported(folder)
 
 
+@pytest.fixture(scope="module")
+def export_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The files of a family in a form, made once."""
+
+    @functools.cache
+    def made(form: str, family: str) -> Path:
+        words = WORDS.get(family, ("--num-steps", "2"))
+        return exported(tmp_path_factory.mktemp(family), form, FOLDERS[family], *words)
+
+    return made
+
+
 @pytest.mark.parametrize(
-    ("form", "family"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
+    ("form", "family"), [pytest.param(*case, marks=[pytest.mark.slow] * (case != QUICK)) for case in CASES]
 )
-def test_the_files_give_the_policys_actions(
-    form: str, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_files_give_the_policys_actions(form: str, family: str, export_of: Callable[[str, str], Path]) -> None:
     if form == "onnx":
         pytest.importorskip("onnxscript", reason="NOT RUN: needs pip install 'vla_accel[onnx]'")
         pytest.importorskip("onnxruntime", reason="NOT RUN: needs pip install 'vla_accel[onnx]'")
-    steps = () if family == "act" else ("--num-steps", "2")
-    folder = exported(tmp_path, form, FOLDERS[family], *steps)
+    folder = export_of(form, family)
     manifest = json.loads((folder / "manifest.json").read_text())
     with np.load(folder / "example.npz") as example:
         arrays = dict(example)
@@ -93,8 +106,8 @@ def test_the_files_give_the_policys_actions(
             assert np.abs(runner.run({**arrays, name: other}) - expected).max() > 1e-4 * scale, name
 
 
-def test_the_script_runs_without_this_package(tmp_path: Path) -> None:
-    folder = exported(tmp_path, "torch-export", FOLDERS["act"], "--batch", "2")
+def test_the_script_runs_without_this_package(tmp_path: Path, export_of: Callable[[str, str], Path]) -> None:
+    folder = shutil.copytree(export_of(*QUICK), tmp_path / "out")
     hidden = "import sys; sys.modules['vla_accel'] = None; sys.argv = sys.argv[1:]; import runpy; "
     hidden += "runpy.run_path(sys.argv[0], run_name='__main__')"
     words = [sys.executable, "-c", hidden, str(folder / "run.py")]
@@ -108,8 +121,9 @@ def test_the_script_runs_without_this_package(tmp_path: Path) -> None:
     assert manifest["batch"] == 2 and changed["expected"].shape[0] == 2
 
 
-def test_a_file_holds_the_weights_of_its_component_alone(tmp_path: Path) -> None:
-    folder = exported(tmp_path, "torch-export", FOLDERS["pi05"], "--num-steps", "2")
+@pytest.mark.slow
+def test_a_file_holds_the_weights_of_its_component_alone(export_of: Callable[[str, str], Path]) -> None:
+    folder = export_of("torch-export", "pi05")
     weights = (folder.parent / "checkpoint" / "model.safetensors").stat().st_size
     assert sum(path.stat().st_size for path in folder.glob("*.pt2")) < 1.5 * weights + 2e6
 

@@ -241,6 +241,7 @@ def test_bad_input_is_one_error(plain: OptimizedPolicy, folder: Path) -> None:
 # -- measurements ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_work_of_the_published_size() -> None:
     """As counted apart from this code, for a tenth of the 30 blocks (counting all takes long): 1.64 GB and 0.052 TFLOP
     a step, 0.163 TFLOP of an image; 6.02 B parameters, and 0.05 B of an encoder of one frame."""

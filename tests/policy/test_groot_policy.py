@@ -87,6 +87,7 @@ def test_parity_with_itself(groot_folder: Path, policy: OptimizedPolicy) -> None
     assert {p.dtype.itemsize for n, p in low.model.named_parameters() if n.startswith("head.state_")} == {4}
 
 
+@pytest.mark.slow
 def test_work_of_the_published_size() -> None:
     """As counted apart from this code: 0.95 TFLOP and 1.66 GB a step at two views of 64 tokens."""
     family = family_named("groot")

@@ -263,6 +263,7 @@ def test_the_kept_folders_have_lerobots_steps() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_work_of_the_published_size() -> None:
     """As counted apart from this code: 4.95 B parameters that are read, and 4.9 TFLOP before the steps."""
     card, sizes = bench_card(family_named("molmoact2")), molmoact2()

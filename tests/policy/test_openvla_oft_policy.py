@@ -313,6 +313,7 @@ def test_random_weights_of_any_size_in_each_precision(folders: dict[str, Path], 
     assert np.abs(found - want).max() < (0.05 if precision == "auto" else 0.3) * want.std()
 
 
+@pytest.mark.slow
 def test_work_of_the_published_size() -> None:
     """TFLOP at two views and a prompt of 35 tokens, as counted apart from this code: language 8.0, vision 0.8."""
     card = bench_card(family_named("openvla_oft"))

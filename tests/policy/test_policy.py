@@ -273,6 +273,7 @@ def test_metadata_and_latency_report(folders: dict[Kind, Path], policy: Optimize
             "prompt": "prompt",
             "action_dim": 7,
             "motion_dims": [0, 1, 2, 3, 4, 5],
+            "pose": "model",
         },
         "max_delay": None,
         "num_steps": 3,

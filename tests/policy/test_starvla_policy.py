@@ -217,6 +217,7 @@ def test_random_weights_of_any_size(folders: dict[str, Path], name: str, variant
     assert result["actions"].shape[1] == 7 and np.isfinite(result["actions"]).all()
 
 
+@pytest.mark.slow
 def test_work_of_the_published_size() -> None:
     """QwenOFT's TFLOP at two views of 64 tokens, as counted apart from this code."""
     card = bench_card(family_named("starvla_oft"))

@@ -135,6 +135,7 @@ def test_bad_input_is_one_error(folder: Path, tmp_path: Path) -> None:
         policy_of(write(tmp_path, stored={n: tensors()[n] for n in names}))
 
 
+@pytest.mark.slow
 def test_work_of_the_published_size() -> None:
     """As counted apart from this code: 2.3 B parameters; 1.0 TFLOP and 0.21 GB a step at two views of 64 tokens."""
     card, sizes = bench_card(family_named("vla_jepa")), vla_jepa()

@@ -297,6 +297,7 @@ def test_bad_input_is_one_error(folder: Path, tmp_path: Path) -> None:
         policy_of(folder, rtc={"execution_horizon": 3})
 
 
+@pytest.mark.slow
 def test_work_of_the_published_size() -> None:
     """As counted apart from this code: 0.88 B parameters, of which 30 domains have 35 M; 2.0 TFLOP at two views."""
     card, sizes = bench_card(family_named("xvla")), xvla()

@@ -21,7 +21,7 @@ import importlib.metadata
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,19 @@ Batch = dict[str, Any]
 
 @dataclass
 class Case:
-    """A policy, its batches by number of rows, what `attach` gets with it, and whether it has real-time chunking."""
+    """A policy, its batches by number of rows, what `attach` gets with it, whether it has real-time chunking, and a
+    batch of one row without a camera."""
 
     policy: Any
     batch: Callable[[int], Batch]
     preprocessor: Any = None
     guided: bool = False
     config: Any = None
+    missing: Callable[[], Batch] | None = None
+
+
+def without(batch: Batch, camera: str) -> Batch:
+    return {name: value for name, value in batch.items() if name != camera}
 
 
 def draws(seed: int, count: int, sizes: Mapping[Any, tuple[int, int]], state: int) -> Batch:
@@ -76,12 +82,17 @@ def prompted(state: int) -> Callable[[int], Batch]:
     return batch
 
 
+def prompted_case(policy: Any, state: int, *, guided: bool = False) -> Case:
+    batch = prompted(state)
+    return Case(policy, batch, guided=guided, missing=lambda: without(batch(1), list(CAMERAS)[-1]))
+
+
 def flow(name: str) -> Case:
     module = importlib.import_module("make_lerobot_reference")
     policy = module.build(name, CAMERAS)
     frame.randomise(policy, torch.Generator().manual_seed(1))
     unnamed(policy)
-    return Case(policy, prompted(8), guided=True)
+    return prompted_case(policy, 8, guided=True)
 
 
 def unnamed(policy: Any) -> None:
@@ -93,7 +104,7 @@ def smolvla() -> Case:
     module = importlib.import_module("make_smolvla_reference")
     policy = module.build("base", CAMERAS)
     frame.randomise(policy, torch.Generator().manual_seed(1), offset_norms="")
-    return Case(policy, prompted(6), guided=True)
+    return prompted_case(policy, 6, guided=True)
 
 
 def pi0_fast() -> Case:
@@ -105,7 +116,7 @@ def pi0_fast() -> Case:
     module.randomise(policy, False, torch.Generator().manual_seed(3))
     folders.write_only_actions(policy)
     unnamed(policy)
-    return Case(policy, prompted(8))
+    return prompted_case(policy, 8)
 
 
 def act(variant: str = "environment") -> Case:
@@ -177,6 +188,59 @@ def groot() -> Case:
     return Case(policy.float(), batch, guided=True)
 
 
+def whole(
+    policy: Any, before: Any, sizes: Mapping[str, tuple[int, int]], state: int, tasks: Sequence[str], **others: Any
+) -> Case:  # fmt: skip
+    """A case whose batches lerobot's preprocessor makes. `others`: more fields; `missing`: the camera left out."""
+
+    def observation(count: int) -> Batch:
+        images = {f"observation.images.{name}": size for name, size in sizes.items()}
+        return {**draws(count, count, images, state), "task": list(tasks)[:count]}
+
+    camera = others.pop("missing", None)
+    if camera is not None:
+        others["missing"] = lambda: before(without(observation(1), f"observation.images.{camera}"))
+    return Case(policy, lambda count: before(observation(count)), **others)
+
+
+def groot_n15() -> Case:
+    module = importlib.import_module("make_groot_n15_reference")
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = module.write_tokenizer(Path(folder))
+    slot = tokenizer.convert_tokens_to_ids(module.SPECIAL[-1])
+    policy, before, _ = module.policy_of(module.build(slot + 1, slot), tokenizer)
+    sizes = dict.fromkeys(("wrist", "front"), (120, 160))
+    return whole(policy, before, sizes, module.STATE, [module.TASKS[0]] * 3, missing="front")
+
+
+def xvla(variant: str) -> Case:
+    module = importlib.import_module("make_xvla_reference")
+    policy = module.build(variant)
+    before, _ = frame.processors_of("xvla", policy.config, None, module.tokenizer())
+    for step in before.steps:
+        if type(step).__name__ == "XVLAAddDomainIdProcessorStep":
+            step.domain_id = module.DOMAINS.get(variant, 0)
+    sizes, state = module.CAMERAS.get(variant, module.SQUARE), module.STATES.get(variant, 20)
+    return whole(policy, before, sizes, state, module.TASKS, missing="front")
+
+
+def molmoact2(variant: str) -> Case:
+    module = importlib.import_module("make_molmoact2_reference")
+    folder = Path(tempfile.mkdtemp())
+    module.published(variant, folder)
+    policy, (before, _) = module.build(variant, folder)
+    sizes = module.SIZES.get(variant, dict.fromkeys(module.CAMERAS, (70, 70)))
+    return whole(policy, before, sizes, 8, [module.TASKS[0]] * 3, guided=True, missing="wrist")
+
+
+def evo1(variant: str) -> Case:
+    module = importlib.import_module("make_evo1_reference")
+    policy, _ = module.build(variant)
+    policy.config.empty_cameras = 2  # the empty one and another
+    before, _ = module.processor_evo1.make_evo1_pre_post_processors(policy.config, module.statistics(0))
+    return whole(policy, before, module.CAMERAS[variant], 8, module.TASKS, guided=True, missing="front")
+
+
 POLICIES: dict[str, Callable[[], Case]] = {
     "pi0": lambda: flow("pi0"),
     "pi05": lambda: flow("pi05"),
@@ -189,6 +253,13 @@ POLICIES: dict[str, Callable[[], Case]] = {
     "vla_jepa": vla_jepa,
     "fastwam": fastwam,
     "groot": groot,
+    "groot_n15": groot_n15,
+    "xvla": lambda: xvla("plain"),
+    "xvla joint": lambda: xvla("joint"),
+    "molmoact2": lambda: molmoact2("plain"),
+    "molmoact2 resized": lambda: molmoact2("resized"),
+    "evo1": lambda: evo1("resized"),
+    "evo1 bare": lambda: evo1("bare"),
 }
 
 
@@ -214,9 +285,8 @@ def compare(case: Case) -> dict[str, Any]:
         return float((ours - theirs).abs().max() / theirs.std())
 
     calls: dict[str, tuple[Batch, dict[str, Any]]] = {"1": (case.batch(1), {}), "3": (case.batch(3), {})}
-    if "observation.language.tokens" in case.batch(1):
-        camera = list(CAMERAS)[-1]
-        calls["missing"] = {name: value for name, value in case.batch(1).items() if name != camera}, {}
+    if case.missing is not None:
+        calls["missing"] = case.missing(), {}
     theirs = {name: answer(case, batch, **others) for name, (batch, others) in calls.items()}
     attached = vla_accel.attach(case.policy, case.config, preprocessor=case.preprocessor)
     answer(case, calls["1"][0])
@@ -229,7 +299,7 @@ def compare(case: Case) -> dict[str, Any]:
         guide(case.policy)
         batch = calls["1"][0]
         plain = answer(case, batch, inference_delay=None)
-        others = {"inference_delay": 1, "prev_chunk_left_over": plain[0, 1:] + 0.5}
+        others = {"inference_delay": 1, "prev_chunk_left_over": plain[0, 1:] + 0.5 * (plain[0, 1:] != 0)}
         moved = answer(case, batch, **others)
         attached = vla_accel.attach(case.policy)
         answer(case, batch, inference_delay=None)
@@ -244,6 +314,8 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if "groot_n15" in args.policies:  # replaces packages that lerobot looks for when its GR00T is first imported
+        importlib.import_module("make_groot_n15_reference")
     found: dict[str, Any] = {}
     for name in args.policies:
         torch.manual_seed(0)

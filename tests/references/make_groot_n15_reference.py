@@ -222,8 +222,8 @@ def statistics(rng: np.random.Generator) -> dict[str, dict[str, torch.Tensor]]:
     return {name: {k: torch.from_numpy(v).float() for k, v in entry.items()} for name, entry in table.items()}
 
 
-def robot_cases(model: Any, tokenizer: Any, out: Path) -> dict[str, Any]:
-    """Whole observations through lerobot's own pipelines, which are saved with the policy."""
+def policy_of(model: Any, tokenizer: Any) -> tuple[Any, Any, Any]:
+    """lerobot's policy with this model, and both its processors."""
     images = Eagle25VLImageProcessorFast(size={"height": 224, "width": 224})
     images.return_tensors = "pt"  # which transformers 5 does not pass on
     tokenizer.padding_side = "left"
@@ -236,35 +236,43 @@ def robot_cases(model: Any, tokenizer: Any, out: Path) -> dict[str, Any]:
     )  # fmt: skip
     with (
         mock.patch.object(groot_n1.GR00TN15, "from_pretrained", lambda *_, **__: model),
-        mock.patch.object(processor_groot, "_build_eagle_processor", lambda *_: processor),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         policy = GrootPolicy(config).eval()
-        rng = np.random.default_rng(2)
-        preprocess, postprocess = processor_groot.make_groot_pre_post_processors(config, statistics(rng))
-        for saved in (policy, preprocess, postprocess):
-            saved.save_pretrained(out)
-        model.action_head.num_inference_timesteps = 4
-        small = rng.integers(0, 256, (len(TASKS) + 1, 2, 30, 40, 3), dtype=np.uint8)
-        pictures = np.repeat(np.repeat(small, 8, 2), 8, 3)
-        state = rng.uniform(-1.6, 1.6, (len(TASKS) + 1, STATE)).astype(np.float32)
-        noise = rng.standard_normal((len(TASKS) + 1, 16, 32)).astype(np.float32)
-        found: dict[str, Any] = {"images": pictures, "state": state, "noise": noise}
-        actions = []
-        for i, task in enumerate((*TASKS, "")):
-            batch = {
-                f"observation.images.{n}": torch.from_numpy(p).permute(2, 0, 1)
-                for n, p in zip(("front", "wrist"), pictures[i], strict=True)
-            }
-            batch = preprocess({**batch, "observation.state": torch.from_numpy(state[i]), "task": task})
-            ids = batch["eagle_input_ids"][0]
-            found[f"text{i}"] = ids[ids != model.backbone.eagle_model.image_token_index].numpy()
-            found[f"pixels{i}"] = batch["eagle_pixel_values"].numpy()[:, :, ::3, ::3]
-            found[f"state{i}"] = batch["state"].numpy()
-            with mock.patch.object(torch, "randn", lambda *a, i=i, **k: torch.from_numpy(noise[i : i + 1])):
-                chunk = policy.predict_action_chunk(batch)
-            # Of a whole chunk, lerobot's postprocessor keeps the last action alone.
-            actions.append(np.stack([postprocess(chunk[:, t])[0].numpy() for t in range(ROWS)]))
+    # Until the end: the steps build the processor in their first call.
+    mock.patch.object(processor_groot, "_build_eagle_processor", lambda *_: processor).start()
+    rng = np.random.default_rng(2)
+    preprocess, postprocess = processor_groot.make_groot_pre_post_processors(config, statistics(rng))
+    model.action_head.num_inference_timesteps = 4
+    return policy, preprocess, postprocess
+
+
+def robot_cases(model: Any, tokenizer: Any, out: Path) -> dict[str, Any]:
+    """Whole observations through lerobot's own pipelines, which are saved with the policy."""
+    policy, preprocess, postprocess = policy_of(model, tokenizer)
+    for saved in (policy, preprocess, postprocess):
+        saved.save_pretrained(out)
+    rng = np.random.default_rng(3)
+    small = rng.integers(0, 256, (len(TASKS) + 1, 2, 30, 40, 3), dtype=np.uint8)
+    pictures = np.repeat(np.repeat(small, 8, 2), 8, 3)
+    state = rng.uniform(-1.6, 1.6, (len(TASKS) + 1, STATE)).astype(np.float32)
+    noise = rng.standard_normal((len(TASKS) + 1, 16, 32)).astype(np.float32)
+    found: dict[str, Any] = {"images": pictures, "state": state, "noise": noise}
+    actions = []
+    for i, task in enumerate((*TASKS, "")):
+        batch = {
+            f"observation.images.{n}": torch.from_numpy(p).permute(2, 0, 1)
+            for n, p in zip(("front", "wrist"), pictures[i], strict=True)
+        }
+        batch = preprocess({**batch, "observation.state": torch.from_numpy(state[i]), "task": task})
+        ids = batch["eagle_input_ids"][0]
+        found[f"text{i}"] = ids[ids != model.backbone.eagle_model.image_token_index].numpy()
+        found[f"pixels{i}"] = batch["eagle_pixel_values"].numpy()[:, :, ::3, ::3]
+        found[f"state{i}"] = batch["state"].numpy()
+        with mock.patch.object(torch, "randn", lambda *a, i=i, **k: torch.from_numpy(noise[i : i + 1])):
+            chunk = policy.predict_action_chunk(batch)
+        # Of a whole chunk, lerobot's postprocessor keeps the last action alone.
+        actions.append(np.stack([postprocess(chunk[:, t])[0].numpy() for t in range(ROWS)]))
     found["actions"] = np.stack(actions)
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import sys
 import tempfile
@@ -21,7 +22,7 @@ import numpy as np
 SAVED = Path(__file__).parents[1] / "support" / "lerobot_saved.json"
 CLASSES = {
     "pi0": "PI0Config", "pi05": "PI05Config", "pi0_fast": "PI0FastConfig", "smolvla": "SmolVLAConfig",
-    "act": "ACTConfig", "diffusion": "DiffusionConfig",
+    "act": "ACTConfig", "diffusion": "DiffusionConfig", "multi_task_dit": "MultiTaskDiTConfig",
 }  # fmt: skip
 FILES = ("config", "policy_preprocessor", "policy_postprocessor")
 
@@ -52,7 +53,8 @@ def saved(kind: str) -> dict[str, Any]:
 if __name__ == "__main__":
     release = (sys.argv[1:] or [importlib.metadata.version("lerobot")])[0]
     table = json.loads(SAVED.read_text()) if SAVED.is_file() else {}
-    table[release] = {kind: saved(kind) for kind in CLASSES}
+    known = [kind for kind in CLASSES if importlib.util.find_spec(f"lerobot.policies.{kind}")]
+    table[release] = {kind: saved(kind) for kind in known}
     # A line for each file.
     lines = []
     for name, kinds in table.items():

@@ -1,9 +1,10 @@
 """A script: compile kernels that compile_kernels.py does not, without a GPU, in shapes of the full-size models.
 
-    python -m tests.support.compile_each KIND [VERSION] [--count]
+    python -m tests.support.compile_each KIND … [VERSION …] [--count]
 
-for this compute capability, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam`, `evo1`, `molmoact2` and
-`decode`, what the programs of GR00T, FastWAM, Evo-1 and MolmoAct2 and π0-FAST's decode launch; `int8`, products by
+for these compute capabilities, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam`, `evo1`, `molmoact2`,
+`multi_task_dit` and `decode`, what the programs of GR00T, FastWAM, Evo-1, MolmoAct2 and Multi-task DiT and π0-FAST's
+decode launch; `int8`, products by
 every tile that a build would measure; `each`, once each kernel and type of operands that compile_kernels.py does not
 compile for every capability. Prints its rows; with `--count` the number of launches, of Triton's kernels alone.
 """
@@ -29,6 +30,7 @@ from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
 from vla_accel.families.act.family import ACT
 from vla_accel.families.act.network import act
+from vla_accel.families.bench import bench_card
 from vla_accel.families.diffusion_policy.bench import ddpm
 from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
 from vla_accel.families.evo1.family import EVO1, Evo1Shape
@@ -39,10 +41,13 @@ from vla_accel.families.fastwam.components import components as wam_components
 from vla_accel.families.fastwam.native import FastWamStore
 from vla_accel.families.fastwam.network import FastWam, fastwam
 from vla_accel.families.groot.components import groot_components
+from vla_accel.families.groot.family import GROOT
 from vla_accel.families.groot.native import GrootStore
 from vla_accel.families.groot.network import Groot, GrootConfig, groot_n15, groot_n16, groot_n17
 from vla_accel.families.molmoact2.family import MOLMOACT2
 from vla_accel.families.molmoact2.network import molmoact2
+from vla_accel.families.multi_task_dit.bench import multi_task_dit
+from vla_accel.families.multi_task_dit.family import MULTI_TASK_DIT
 from vla_accel.families.openvla_oft.family import OPENVLA_OFT, OftShape
 from vla_accel.families.openvla_oft.native import OftStore
 from vla_accel.families.openvla_oft.network import OpenVlaOft, openvla_oft
@@ -84,10 +89,12 @@ def empty_model(kind: Any, config: Any) -> Any:
 
 
 def groot(
-    gpu: Gpu, precision: str, batch: int, size: Callable[[], GrootConfig] = groot_n17, side: int = 256
-) -> dict[str, list[Launch]]:
-    """A call's, by component: two views of `side` pixels a side and a prompt of the first bucket."""
-    model, found = empty_model(Groot, size()), {}
+    gpu: Gpu, precision: str, batch: int, size: Callable[[], GrootConfig] = groot_n17, side: int = 256,
+    few: bool = False,
+) -> dict[str, list[Launch]]:  # fmt: skip
+    """A call's, by component: two views of `side` pixels a side and a prompt of the first bucket. `few`: with one layer
+    of each kind."""
+    model, found = empty_model(Groot, bench_card(GROOT).shallow(size(), 1) if few else size()), {}
     layout = model.layout(2, model.config.vision.grid(side, side), 32)
     with steered("triton", META):
         guided, schedule = size is groot_n17, Schedule.uniform(4)
@@ -184,12 +191,12 @@ def decode(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
 
 
 def integers(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
-    """Each activation by each tile; of INT8 alone."""
+    """A plain and a gated product by each tile, and GELU by the first; of INT8 alone."""
     rows, width, hidden, found = 544, 2048, 4096, []
     layer = make_linear(torch.empty(hidden, width, dtype=torch.int8, device=META), None, torch.bfloat16, 1.0, form=INT8)
     x = torch.empty(rows, width, dtype=torch.int8, device=META)
-    for tile in int8.candidates(gpu, rows) if precision == "int8" else ():
-        for activation in (Activation.NONE, Activation.GELU, Activation.GEGLU):
+    for i, tile in enumerate(int8.candidates(gpu, rows) if precision == "int8" else ()):
+        for activation in (Activation.NONE, Activation.GEGLU, *([Activation.GELU] if i == 0 else [])):
             plain, columns = activation is Activation.NONE, hidden // 2 if activation.gated else hidden
             out = torch.empty(rows, columns, dtype=torch.bfloat16 if plain else torch.int8, device=META)
             epilogue = Epilogue(activation=activation, quantize=None if plain else 1.0)
@@ -227,7 +234,7 @@ def others(gpu: Gpu) -> Iterator[Launch]:
     for name in MODELS:
         yield from of_model(gpu, name)
     for precision in ("auto", "int8", *(["fp8"] if gpu.fp8 else [])):
-        for launches in (groot, wam, evo, oft, molmo, decode, integers):
+        for launches in (partial(groot, few=True), wam, evo, oft, molmo, tasks, decode, integers):
             yield from itertools.chain(*launches(gpu, precision, 1).values())
     for family, config in ((ACT, act()), (DIFFUSION_POLICY, ddpm())):
         yield from itertools.chain(*frames(family, config, early=gpu.dependent_launch).values())
@@ -260,6 +267,14 @@ def evo(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     few = {name: replace(getattr(config, name), depth=2) for name in ("vision", "language", "head")}
     shape = Evo1Shape(batch, Schedule.uniform(2), 2, 64, True, (16, 16), config.arrangement)
     return frames(EVO1, replace(config, **few), shape, precision, early=gpu.dependent_launch)
+
+
+def tasks(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """A call's, by component, of Multi-task DiT with two layers of the published size each, and two steps."""
+    config = multi_task_dit(depth=2)
+    few = {name: replace(getattr(config, name), depth=2) for name in ("vision", "text")}
+    shape = Shape(batch, Schedule.uniform(2))
+    return frames(MULTI_TASK_DIT, replace(config, **few), shape, precision, early=gpu.dependent_launch)
 
 
 def frames(
@@ -304,25 +319,26 @@ def images() -> Iterator[Callable[[], Any]]:
 KINDS: dict[str, Callable[[Gpu, str, int], dict[str, list[Launch]]]] = {
     "groot": groot, "groot_n16": partial(groot, size=groot_n16, side=252), "decode": decode, "int8": integers,
     "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "evo1": evo, "openvla_oft": oft,
-    "molmoact2": molmo, "each": each,
+    "molmoact2": molmo, "multi_task_dit": tasks, "each": each,
 }  # fmt: skip
 
 
-def main(name: str, *words: str) -> None:
-    gpu, launches_of = ARCHITECTURES[next((word for word in words if word in ARCHITECTURES), "9.0")], KINDS[name]
-    compile_on(gpu)
-    if "--count" in words:
-        print(json.dumps({part: len(found) for part, found in launches_of(gpu, "auto", 1).items()}))
-        return
-    seen = set()
-    for precision, batch in (("auto", 1), ("fp8", 1), ("int8", 1), ("auto", 3)):
-        if precision == "fp8" and not gpu.fp8:
+def main(*words: str) -> None:
+    gpus = [ARCHITECTURES[word] for word in words if word in ARCHITECTURES] or [ARCHITECTURES["9.0"]]
+    for gpu, name in itertools.product(gpus, [word for word in words if word in KINDS]):
+        compile_on(gpu)
+        if "--count" in words:
+            print(json.dumps({part: len(found) for part, found in KINDS[name](gpu, "auto", 1).items()}))
             continue
-        for launch in itertools.chain(*launches_of(gpu, precision, batch).values()):
-            _, key = source_of(launch)
-            if key not in seen:
-                seen.add(key)
-                print_row(gpu, launch)
+        seen = set()
+        for precision, batch in (("auto", 1), ("fp8", 1), ("int8", 1), ("auto", 3)):
+            if precision == "fp8" and not gpu.fp8:
+                continue
+            for launch in itertools.chain(*KINDS[name](gpu, precision, batch).values()):
+                _, key = source_of(launch)
+                if key not in seen:
+                    seen.add(key)
+                    print_row(gpu, launch, [name])
 
 
 if __name__ == "__main__":

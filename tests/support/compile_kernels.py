@@ -1,12 +1,13 @@
 """A script: compile, without a GPU, every Triton kernel that the native programs launch, just as they launch it there.
 
-    python -m tests.support.compile_kernels [--tried] [--smolvla] [--trained] [--tma] [VERSION …]
+    python -m tests.support.compile_kernels [--smolvla] [--trained] [--tma] [VERSION …]
 
 for these capabilities, or 9.0. The programs of the full-size models and of the demo run on tensors without data, told
-of a GPU of that capability; what they launch is recorded and then compiled; with --smolvla SmolVLA's instead, with
---trained only those of `TRIED`, with loops that pin actions, with --tried also what a build would measure before it
-chooses, with --tma, of all, what takes tiles by TMA. Prints a JSON object a kernel: capability, name, models, options,
-registers, bytes spilled, shared memory, and what its assembly uses.
+of a GPU of that capability; what they launch is recorded and then compiled, in `TRIED` also what a build would measure
+before it chooses; with --smolvla SmolVLA's instead, with --trained what pins actions in the loops of those in
+`MEASURED`, with --tma what takes tiles by TMA of all that a build would measure. Prints a JSON object a launch:
+capability, kernel, models, options, registers, bytes spilled, shared memory, and what its assembly uses. A launch of
+several capabilities of a generation is compiled once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.support.gpus import ARCHITECTURES
+from tests.support.gpus import ARCHITECTURES, GENERATIONS
 from tests.support.runtimes import steered
 from tests.support.scales import scales_of_any
 from vla_accel.config import EngineSpec
@@ -75,7 +76,9 @@ MODELS: dict[str, tuple[Pi0Config | SmolVlaConfig, int, int, int, str]] = {
     "smolvla x 4 fp8": (smolvla(), 4, 3, 64, "fp8"),
     "smolvla demo fp8": (smolvla_demo(), 1, 2, 32, "fp8"),
 }
-TRIED = ("pi05", "pi0")
+MEASURED = ("pi05", "pi0")
+TRIED = "8.6"
+"""The capability with the least memory and registers: there all that a build would measure is compiled."""
 INT8_LOOPS = ("8.7", "9.0")
 """Where loops are compiled with INT8 weights: a GPU without FP8, and the one with most. Elsewhere a model in INT8 has
 them in BF16, which other models compile already."""
@@ -242,57 +245,71 @@ def compile_on(gpu: Gpu) -> None:
         setattr(programs, "why_not_streamed", lambda *_: "this script compiles Triton's kernels")  # noqa: B010
     knobs.nvidia.dump_ptxas_log = True
     knobs.compilation.always_compile = True  # what is found in the cache has no log
+    knobs.compilation.disable_line_info = True  # a quarter of the time
+
+
+COMPILED: dict[tuple[Any, ...], dict[str, Any]] = {}
+"""What the compilers made, by generation and code."""
 
 
 def print_row(gpu: Gpu, launch: Launch, models: Iterable[str] = ()) -> None:
-    """Compile a launch, and print a JSON line about it."""
-    kernel, _, options = launch
-    log = io.StringIO()
-    with contextlib.redirect_stdout(log):
-        target = GPUTarget("cuda", number_of(gpu.version), 32)
-        made = triton.compile(source_of(launch)[0], target=target, options=options)
-    (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
-    ptx, shared = made.asm["ptx"], made.metadata.shared
+    """Print a JSON line about a launch; code that another GPU of the generation has, too, is compiled once."""
+    key = (next(index for index, found in enumerate(GENERATIONS) if gpu.version in found), source_of(launch)[1])
+    made = COMPILED[key] = COMPILED.get(key) or compiled(gpu, launch)
     row = {
-        "gpu": gpu.version, "kernel": kernel.__name__, "models": list(models), "constants": constants_of(launch),
-        "options": options, "bytes": len(made.asm["cubin"]), "shared": shared, "registers": int(registers),
-        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue()))),
-        "fits": shared <= gpu.shared_per_block, "waits": ptx.count("griddepcontrol.wait"),
-        "releases": ptx.count("griddepcontrol.launch_dependents"), "products": ptx.count("mma"),
-        "integers": sorted(set(re.findall(r"(?:wg)?mma[\w.:]*\.[su]8[\w.:]*", ptx))),
-        "tma": ptx.count("cp.async.bulk.tensor"), "single": ptx.count("ld.global.b16"), "fp8": "e4m3" in ptx,
+        **made, "gpu": gpu.version, "kernel": launch[0].__name__, "models": list(models),
+        "constants": constants_of(launch), "options": launch[2], "fits": made["shared"] <= gpu.shared_per_block,
         "int8": "*i8" in types_of(launch),
     }  # fmt: skip
     print(json.dumps(row, default=vars), flush=True)
 
 
-def compile_for(gpu: Gpu, tried: bool, smolvla: bool, trained: bool, tma: bool) -> None:
-    """Record and compile all that is launched on a GPU, and print a line each."""
+def compiled(gpu: Gpu, launch: Launch) -> dict[str, Any]:
+    """What Triton and the assembler make of a launch."""
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        target = GPUTarget("cuda", number_of(gpu.version), 32)
+        made = triton.compile(source_of(launch)[0], target=target, options=launch[2])
+    (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
+    ptx = made.asm["ptx"]
+    return {
+        "bytes": len(made.asm["cubin"]), "shared": made.metadata.shared, "registers": int(registers),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue()))),
+        "waits": ptx.count("griddepcontrol.wait"), "releases": ptx.count("griddepcontrol.launch_dependents"),
+        "products": ptx.count("mma"), "integers": sorted(set(re.findall(r"(?:wg)?mma[\w.:]*\.[su]8[\w.:]*", ptx))),
+        "tma": ptx.count("cp.async.bulk.tensor"), "single": ptx.count("ld.global.b16"), "fp8": "e4m3" in ptx,
+    }  # fmt: skip
+
+
+def compile_for(gpu: Gpu, smolvla: bool, trained: bool, tma: bool) -> None:
+    """Record and compile what is launched on a GPU, and print a line each."""
     compile_on(gpu)
     launches: dict[tuple[Any, ...], Launch] = {}
     users: dict[tuple[Any, ...], dict[str, None]] = collections.defaultdict(dict)
     for name, shape in MODELS.items():
         if (
             ("smolvla" in name) != smolvla
-            or (trained and name not in TRIED)
+            or (trained and name not in MEASURED)
             or ("fp8" in name and not gpu.fp8)
             or ("demo" in name and gpu.capability != (9, 0))
         ):
             continue
         loop = shape[-1] if shape[-1] == "fp8" or gpu.version in INT8_LOOPS else "auto"
-        found = launches_of(gpu, *shape, loop_precision=loop, tried=tried and name in TRIED, trained=trained)
+        tried = name in MEASURED and (tma or gpu.version == TRIED)
+        found = launches_of(gpu, *shape, loop_precision=loop, tried=tried, trained=trained)
         for launch in found:
             _, key = source_of(launch)
             launches[key] = launch
             users[key][name] = None
     for key, launch in launches.items():
-        if not tma or constants_of(launch).get("TMA"):
+        constants = constants_of(launch)
+        if (constants["TMA"] or not tma) and (constants["PINNED"] or not trained):
             print_row(gpu, launch, users[key])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    options = ("--tried", "--smolvla", "--trained", "--tma")
+    options = ("--smolvla", "--trained", "--tma")
     if unknown := [word for word in sys.argv[1:] if word.startswith("--") and word not in options]:
         sys.exit(f"compile_kernels: expected {', '.join(options)}, got {' '.join(unknown)}")
     with torch.inference_mode():

@@ -69,6 +69,8 @@ class FakeEnv:
     Like the real one it refuses to show what a step that did not look would have shown.
     """
 
+    absolute = False
+
     def __init__(self, succeed_after: int | None = None, crash_at: int | None = None) -> None:
         self.succeed_after, self.crash_at = succeed_after, crash_at
         self.steps: list[tuple[np.ndarray, bool]] = []

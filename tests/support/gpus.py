@@ -34,6 +34,9 @@ GPUS = {
 ARCHITECTURES = {gpu.version: gpu for gpu in (A100, RTX_3090, ORIN, RTX_4090, H200, B200, THOR, RTX_5090)}
 """One GPU of every compute capability that the kernels are compiled for."""
 
+GENERATIONS = (("8.0", "8.6", "8.7", "8.9"), ("9.0",), ("10.0", "11.0"), ("12.0",))
+"""Capabilities for which Triton makes the same code of the same launch. Launches differ, and the memory of a block."""
+
 
 @contextmanager
 def assumed(gpu: Gpu | None) -> Iterator[None]:

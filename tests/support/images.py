@@ -27,6 +27,8 @@ CPU = torch.device("cpu")
 VAES = ("tiny-sd-vae", "tiny-qwen-vae", "tiny-wan22-vae")
 """One of each network: Wan 2.1's is Qwen-Image's."""
 ENGINES = ("eager", "native")
+ONE_EACH = tuple(zip(VAES, ("eager", "native", "native"), strict=True))
+"""Each network and each engine once, for what the plug-in does and neither of them."""
 
 
 def make_vae(name: str = "tiny-qwen-vae", dtype: torch.dtype = torch.float32) -> Any:

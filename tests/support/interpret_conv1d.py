@@ -1,6 +1,6 @@
 """The kernels of `kernels/conv1d` in Triton's interpreter, compared with their torch references, and the denoising
-program of a small Diffusion Policy (`interpreter`, test_conv1d). `main` prints for each case the largest difference,
-relative to the largest value, and its name."""
+programs of a small Diffusion Policy and a small Multi-task DiT (`interpreter`, test_conv1d). `main` prints for each
+case the largest difference, relative to the largest value, and its name."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tests.support import tiny_multi_task_dit
 from tests.support.runtimes import steered
 from tests.support.tiny_diffusion_policy import config_of, tiny_model
 from vla_accel.config import EngineSpec
 from vla_accel.families.diffusion_policy.native import DiffusionPolicyStore
+from vla_accel.families.multi_task_dit.native import MultiTaskDitStore
 from vla_accel.kernels.conv1d import ops
 from vla_accel.kernels.conv1d.ops import Film, StepSizes, Target
 from vla_accel.kernels.image.ops import GroupNorm
+from vla_accel.nn.flow import Schedule
 
 Case = Callable[[], list[Tensor]]
 """Runs an op, and returns what it wrote."""
@@ -62,6 +65,14 @@ def cases() -> dict[str, Case]:
         ops.scheduler_step(chunk[:, 1], output, noise, after, sizes, written)
         return [after, *(target.rows for target in written)]
 
+    def modulated(eps: float | None, repeated: int) -> list[Tensor]:
+        out, h = torch.zeros_like(x), torch.zeros_like(x)
+        columns = slice(4, 4 + (3 if eps else 1) * channels)
+        film = Film(gates[1, columns], of_rows[:, columns])
+        ops.modulate(residual[: len(x) // repeated], x, out, h, film, eps=eps)
+        return [out, h]
+
+    gates, of_rows = wide(2, 3 * channels + 9), wide(batch, 3 * channels + 9)
     found: dict[str, Case] = {
         f"normed{name}{' residual' * (r is not None)}": lambda f=film, r=r: normed(norm, f, r)
         for name, film in films.items() for r in (None, residual)
@@ -71,7 +82,11 @@ def cases() -> dict[str, Case]:
         "first step": lambda: stepped(None, None),
         "step": lambda: stepped(output, None),
         "step with noise": lambda: stepped(output, z[:, 2]),
+        "modulated": lambda: modulated(1e-6, 1),
+        "modulated from repeated rows": lambda: modulated(1e-6, 2),
+        "gated": lambda: modulated(None, 1),
         "program": program,
+        "transformer": transformer,
     }
     return found
 
@@ -89,6 +104,25 @@ def program(batch: int = 1) -> list[Tensor]:
     run = DiffusionPolicyStore(tiny_model(config)).denoise(batch, 1, EngineSpec("native"))
     actions = torch.zeros(batch, *chunk)
     run(inputs, {"actions": actions})
+    return [actions]
+
+
+def transformer(batch: int = 2) -> list[Tensor]:
+    """The actions of the denoising program of a small Multi-task DiT, whose heads and rows are no powers of two."""
+    config = tiny_multi_task_dit.config_of(scheduler=None, depth=1, action_horizon=5)
+    generator = torch.Generator().manual_seed(1)
+
+    def wide(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    chunk = config.action_horizon, config.action_dim
+    inputs = {
+        "noise": wide(*chunk), "features": wide(config.views, config.vision.width), "text": wide(config.width),
+        "state": wide(config.history, config.state_dim),
+    }  # fmt: skip
+    store = MultiTaskDitStore(tiny_multi_task_dit.tiny_model(config))
+    actions = torch.zeros(batch, *chunk)
+    store.denoise(batch, Schedule.uniform(1), EngineSpec("native"))(inputs, {"actions": actions})
     return [actions]
 
 

@@ -87,7 +87,7 @@ def _causal(
 def _gelu(rows: int, width: int) -> Callable:
     def call(draw: Draw) -> Call:
         x = draw(rows, width, scale=2.0)
-        return Call("gelu", {"x": x, "out": Same("x"), "inverse_scale": None, "exact": True}, ("out",))
+        return Call("gelu", {"x": x, "out": Same("x"), "inverse_scale": None, "form": Activation.GELU_ERF}, ("out",))
 
     return call
 

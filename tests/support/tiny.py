@@ -49,8 +49,7 @@ def tiny_config(kind: Kind, **changes: Any) -> Pi0Config:
 def random_state(config: Pi0Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """A canonical state dict of normal numbers, matrices scaled to keep activations of order one."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        shapes = {k: v.shape for k, v in Pi0(config).state_dict().items()}
+    shapes = {k: v.shape for k, v in Pi0.empty(config).state_dict().items()}
 
     def draw(name: str, shape: torch.Size) -> Tensor:
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -62,9 +61,9 @@ def random_state(config: Pi0Config, seed: int = 0, dtype: torch.dtype = torch.fl
 
 def random_model(config: Pi0Config, seed: int = 0) -> Pi0:
     """The model with `random_state`, float32, in eval mode."""
-    model = Pi0(config)
-    model.load_state_dict(random_state(config, seed))
-    return model.requires_grad_(False).eval()
+    model = Pi0.empty(config)
+    model.load_state_dict(random_state(config, seed), assign=True)
+    return model.requires_grad_(False)
 
 
 def write_tiny_checkpoint(folder: Path, kind: Kind = "pi05", seed: int = 0, **changes: Any) -> Pi0Config:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,13 @@ def libero_config() -> ActConfig:
 
 
 def tiny_model(config: ActConfig | None = None, seed: int = 0) -> Act:
-    sizes, kind = config or config_of(), torch.float32
-    return drawn_model(Act, sizes, seed=seed, device="cpu", dtype=kind, drawn=DrawnAct).whole()
+    return copy.deepcopy(_drawn(config or config_of(), seed))
+
+
+@functools.lru_cache(4)
+def _drawn(config: ActConfig, seed: int) -> Act:
+    """The image encoder is as large as the published one, and is drawn for one test after another."""
+    return drawn_model(Act, config, seed=seed, device="cpu", dtype=torch.float32, drawn=DrawnAct).whole()
 
 
 def observation(seed: int = 0, *, libero: bool = False) -> dict[str, Any]:

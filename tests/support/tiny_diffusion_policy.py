@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,15 @@ def config_of(**changes: Any) -> DiffusionPolicyConfig:
 
 
 def tiny_model(config: DiffusionPolicyConfig | None = None, seed: int = 0) -> DiffusionPolicy:
+    return copy.deepcopy(_drawn(config or config_of(), seed))
+
+
+@functools.lru_cache(4)
+def _drawn(config: DiffusionPolicyConfig, seed: int) -> DiffusionPolicy:
+    """The image encoder is as large as the published one, and is drawn for one test after another."""
     return drawn_model(
-        DiffusionPolicy, config or config_of(), seed=seed, device="cpu", dtype=torch.float32,
-        drawn=DrawnDiffusionPolicy,
-    ).whole()  # fmt: skip
+        DiffusionPolicy, config, seed=seed, device="cpu", dtype=torch.float32, drawn=DrawnDiffusionPolicy
+    ).whole()
 
 
 def transforms_of(config: DiffusionPolicyConfig) -> FrameProcessor:

@@ -88,7 +88,7 @@ def seeing_example(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**example_observation(settings), "eye": np.zeros((16, 24, 3), np.uint8)}
 
 
-def stand_still(last: np.ndarray | None) -> np.ndarray:
+def stand_still(env: Any, last: np.ndarray | None) -> np.ndarray:
     return np.zeros(1)
 
 

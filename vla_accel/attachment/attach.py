@@ -7,9 +7,10 @@ and their answer to the same observation and noise is compared with the policy's
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from vla_accel.attachment.calls import Call, Reader
-from vla_accel.attachment.noise import RecordedNoise, draw_like
+from vla_accel.attachment.noise import Draws, RecordedNoise
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError, EngineError, VlaAccelError
 from vla_accel.policy import OptimizedPolicy
 
 LIMITS = {torch.float32: 0.01, torch.bfloat16: 0.1}
 """Largest `Attachment.difference` of the first answer, by the precision of the engines."""
+_PREPARED = {"groot": "GrootReader", "xvla": "XvlaReader", "molmoact2": "MolmoAct2Reader"}
+"""Readers of policies whose processors make the model's inputs, in the module of the policy's name."""
 _log = logging.getLogger("vla_accel.attach")
 
 
@@ -47,7 +50,7 @@ class Attachment:
         self.difference: float | None = None
         self._limit = limit
         self._reader: Reader | None = None
-        self._noise: Sequence[Tensor] = ()
+        self._draws = Draws()
         self._like: Tensor | None = None
         self._device = torch.device("cpu")
         self._original: Callable[..., Any] = getattr(policy, "forward", policy)
@@ -97,16 +100,16 @@ class Attachment:
         except ConfigError as error:
             self.fall_back(error)
             return self._original(*args, **kwargs)
-        drawn = draw_like(self._noise, len(call.observations)) if call.noise is None else [call.noise]
-        return self._answer(self.engine, call, drawn)
+        noise = self._draws.again(len(call.observations)).noise() if call.noise is None else call.noise
+        return self._answer(self.engine, call, noise)
 
     def _first(self, reader: Reader, *args: Any, **kwargs: Any) -> Any:
         """Answer with the policy itself, build the engines and compare their answer."""
         # An error must leave the policy at work; one that it raises itself passes.
         try:
             call = reader.call(*args, **kwargs)
-            sizes = reader.checkpoint.model.config
-            shape, fixed = (sizes.action_horizon, sizes.action_dim), reader.checkpoint.family.noise(sizes) is not None
+            sizes, family = reader.checkpoint.model.config, reader.checkpoint.family
+            shape, fixed = (sizes.action_horizon, sizes.action_dim), family.noise(sizes) is not None
             if reader.takes_noise and call.noise is None:
                 device = next(self.policy.parameters()).device
                 noise = torch.randn(len(call.observations), *shape, device=device)
@@ -114,16 +117,16 @@ class Attachment:
                 args, kwargs = _with_noise(self._original, args, kwargs, noise)
         except Exception as error:
             return self._failed(error, lambda: self._original(*args, **kwargs))
-        with RecordedNoise(shape) as recorded:
+        with RecordedNoise(shape, uniform=family.uniform_noise) as recorded:
             expected: Tensor = self._original(*args, **kwargs)
         try:
-            drawn = recorded.drawn if call.noise is None else [call.noise]
-            self._noise, self._like = () if fixed else drawn, expected
+            draws = recorded.draws if call.noise is None else Draws((call.noise,), shape)
+            self._draws, self._like = Draws() if fixed else draws, expected
             self._release()
-            engine = self._built(reader, call)
-            if drawn and not fixed and (found := _stacked(drawn).shape[1:]) != engine.noise_shape:
-                raise EngineError(f"noise: expected {engine.noise_shape} of each observation, got {tuple(found)}")
-            ours = self._answer(engine, call, () if fixed else drawn)
+            engine, noise = self._built(reader, call), self._draws.noise()
+            if noise is not None and noise.shape[1:] != engine.noise_shape:
+                raise EngineError(f"noise: expected {engine.noise_shape} of each observation, got {noise.shape[1:]}")
+            ours = self._answer(engine, call, noise)
             self._compare(ours, expected, engine)
         except Exception as error:
             return self._failed(error, lambda: expected)
@@ -144,7 +147,7 @@ class Attachment:
                 engine.warm_up(call.observations[0])
         return engine
 
-    def _answer(self, engine: OptimizedPolicy, call: Call, drawn: Sequence[Tensor]) -> Tensor:
+    def _answer(self, engine: OptimizedPolicy, call: Call, noise: Tensor | None) -> Tensor:
         count, like = len(call.observations), self._like
         assert like is not None
         chunks = None
@@ -153,7 +156,7 @@ class Attachment:
             chunks = list(chunk) if chunk.ndim == 3 else [chunk] * count
         results = engine.infer_batch(
             call.observations,
-            noise=_stacked(drawn).float().cpu().numpy() if drawn else None,
+            noise=None if noise is None else noise.float().cpu().numpy(),
             prev_chunks=chunks,
             inference_delays=None if chunks is None else [call.delay] * count,
         )
@@ -187,11 +190,6 @@ class Attachment:
             with torch.inference_mode(False):
                 self.policy.to(device)
             torch.cuda.empty_cache()
-
-
-def _stacked(drawn: Sequence[Tensor]) -> Tensor:
-    """Draws of (B, H, A) as (B, H, A), or of several draws as (B, draws, H, A)."""
-    return drawn[0] if len(drawn) == 1 else torch.stack(list(drawn), 1)
 
 
 def _with_noise(function: Callable[..., Any], args: Any, kwargs: Any, noise: Tensor) -> tuple[Any, Any]:
@@ -235,10 +233,10 @@ def attach(
 
 def _reader_of(policy: Any, settings: PolicyConfig, preprocessor: Any) -> Reader:
     if hasattr(policy, "predict_action_chunk"):
-        if getattr(policy, "name", None) == "groot":
-            from vla_accel.attachment.groot import GrootReader
-
-            return GrootReader(policy, settings)
+        name = getattr(policy, "name", None)
+        if name in _PREPARED:
+            module = importlib.import_module(f"vla_accel.attachment.{name}")
+            return getattr(module, _PREPARED[name])(policy, settings)
         from vla_accel.attachment.lerobot import LerobotReader
 
         return LerobotReader(policy, settings, preprocessor)

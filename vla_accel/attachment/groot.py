@@ -1,4 +1,5 @@
-"""lerobot's GR00T N1.7: its processors turn images into patches, and prompts into tokens with a slot for each patch."""
+"""lerobot's GR00T N1.7 and N1.5: their processors turn images into patches or pixels, and prompts into tokens with a
+slot for each image token."""
 
 from __future__ import annotations
 
@@ -10,104 +11,110 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.attachment.calls import Call
-from vla_accel.attachment.lerobot import guidance, pixels
-from vla_accel.attachment.prepared import PreparedTransforms, finite_state, prompt_tokens
+from vla_accel.attachment.batches import finite_state, pixels, prompt_tokens
+from vla_accel.attachment.prepared import PreparedReader, one_length, one_number
 from vla_accel.attachment.weights import ModuleWeights
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
-from vla_accel.families.family import family_named
 from vla_accel.families.groot.checkpoint import infer_config, load_groot
-from vla_accel.families.groot.releases import N17, release_of
-from vla_accel.families.loading import Checkpoint
-from vla_accel.nn.qwen_language import Layout
+from vla_accel.families.groot.network import Groot
+from vla_accel.families.groot.releases import N15, N17, release_of
+from vla_accel.families.groot.settings import flat_config
+from vla_accel.nn.qwen_language import Arrangement, Layout
 from vla_accel.transforms.processing import Inputs
 
 _MERGED, _PATCH, _FRAMES = 2, 16, 2
 """Qwen3-VL's patches along each side of a token, pixels of a patch, and equal frames of an image."""
+_N15 = ("backbone_cfg", "action_head_cfg", "action_horizon", "action_dim")
 
 
-class GrootReader:
-    """A `GrootPolicy` of lerobot (`calls.Reader`). The embodiment is that of the first batch."""
+class GrootReader(PreparedReader):
+    """A `GrootPolicy` of lerobot (`calls.Reader`)."""
 
-    method, takes_noise = "predict_action_chunk", False
+    title = "embodiment_id"
 
     def __init__(self, policy: Any, settings: PolicyConfig) -> None:
-        self.owner = policy
-        self._weights = ModuleWeights(policy, {})
-        if (release := release_of(self._weights.shapes)) is not N17:
-            raise ConfigError(f"policy: expected {N17.title}, got {release and release.title}: load its folder instead")
-        self._model, self._name = policy._groot_model, type(policy).__name__
-        stated = {name: value for name, value in self._model.config.to_dict().items() if value is not None}
-        config = infer_config(self._weights.shapes, stated, self._name)
-        steps = int(self._model.action_head.num_inference_timesteps)
-        self._config, self._embodiment = replace(config, num_steps=steps), -1
-        self._slot = int(self._model.backbone.model.config.image_token_id)
-        requested, family = getattr(policy.config, "rtc_config", None), family_named(N17.family)
-        rtc = settings.rtc if requested is None else guidance(requested, family, config.action_horizon)
-        self.settings = replace(settings, rtc=rtc)
-        self.checkpoint = self._checkpoint(0)
+        self._weights, name = ModuleWeights(policy), type(policy).__name__
+        release = release_of(self._weights.shapes)
+        if release not in (N17, N15):
+            got = release and release.title
+            raise ConfigError(f"policy: expected {N17.title} or {N15.title}, got {got}: load its folder instead")
+        self._release, model = release, policy._groot_model
+        backbone, stated = model.backbone, model.config.to_dict()
+        if release is N15:
+            stated = flat_config({key: stated[key] for key in _N15}, name, release)
+            self._slot, self._prefix = int(backbone.eagle_model.image_token_index), "eagle_"
+        else:
+            self._slot, self._prefix = int(backbone.model.config.image_token_id), ""
+        stated = {name: value for name, value in stated.items() if value is not None}
+        steps = int(model.action_head.num_inference_timesteps)
+        self._sizes = replace(infer_config(self._weights.shapes, stated, name), num_steps=steps)
+        super().__init__(policy, settings, release.family)
 
-    def _checkpoint(self, embodiment: int) -> Checkpoint:
-        network = load_groot(self._weights, self._config, embodiment, self._name)
-        transforms = PreparedTransforms(self._config.action_dim)
-        return Checkpoint(self._name, family_named(N17.family), network, transforms, settings=self.settings)
+    def _network(self, batch: Mapping[str, Any] | None) -> Groot:
+        if batch is not None:
+            self._sizes = replace(self._sizes, arrangement=self._arrangement(self._prompts(batch)[0]))
+        return load_groot(self._weights, self._sizes, self.variant or 0, type(self.owner).__name__)
 
-    def call(
-        self,
-        batch: Mapping[str, Any],
-        *,
-        inference_delay: int | None = None,
-        prev_chunk_left_over: Tensor | None = None,
-        **others: Any,
-    ) -> Call:
-        """Read a batch (`calls.Reader`)."""
-        if unknown := [name for name, value in others.items() if value is not None]:
-            raise ConfigError(f"{self.method}: expected none of {', '.join(unknown)}")
-        numbers = set(batch["embodiment_id"].flatten().tolist())
-        if self._embodiment < 0 and len(numbers) == 1:
-            (self._embodiment,) = numbers
-            self.checkpoint = self._checkpoint(self._embodiment)
-        if numbers != {self._embodiment}:
-            raise ConfigError(f"embodiment_id: expected {self._embodiment} in every call, got {sorted(numbers)}")
-        chunk = None if getattr(self.owner.config, "use_relative_actions", False) else prev_chunk_left_over
-        if chunk is not None:
-            chunk = chunk if chunk.ndim == 3 else chunk[None]
-            used = chunk.abs().sum((0, 2)).nonzero()  # lerobot fills short chunks up with zeros
-            chunk = chunk[:, : int(used[-1]) + 1] if len(used) else None
-        inputs: list[Any] = self._inputs(batch)
-        if chunk is not None and len(chunk) == 1:
-            chunk = chunk.expand(len(inputs), -1, -1)
-        return Call(inputs, None, chunk, inference_delay or 0)
+    def _arrangement(self, tokens: np.ndarray) -> Arrangement:
+        """Return where the images are in prompts like this one."""
+        at = np.flatnonzero(tokens == self._slot)
+        gaps, known = np.diff(at)[np.diff(at) > 1] - 1, self._sizes.arrangement
+        if not len(at):
+            return known
+        return replace(known, edge=int(at[0]), between=int(gaps[0]) if len(gaps) else known.between)
+
+    def _variant(self, batch: Mapping[str, Any]) -> int:
+        return one_number(batch["embodiment_id"], "embodiment_id")
+
+    def _rtc(self, policy: Any) -> Any:
+        # Its execution horizon counts even if it is switched off.
+        return getattr(policy.config, "rtc_config", None)
+
+    def _previous(self, chunk: Tensor) -> Tensor | None:
+        if getattr(self.owner.config, "use_relative_actions", False):
+            return None
+        chunk = chunk if chunk.ndim == 3 else chunk[None]
+        used = chunk.abs().sum((0, 2)).nonzero()  # lerobot fills short chunks up with zeros
+        return chunk[:, : int(used[-1]) + 1] if len(used) else None
 
     def _inputs(self, batch: Mapping[str, Any]) -> list[Inputs]:
-        prompts = prompt_tokens(batch["input_ids"], batch["attention_mask"], "attention_mask")
-        grids = [tuple(grid) for grid in batch["image_grid_thw"].tolist()]
-        if any(frames != 1 for frames, _, _ in grids) or batch.get("pixel_values_videos") is not None:
-            raise ConfigError("image_grid_thw: expected images, got videos")
-        sizes = [rows * columns for _, rows, columns in grids]
-        parts = batch["pixel_values"].split(sizes)
-        images = [_image(part, rows, columns) for part, (_, rows, columns) in zip(parts, grids, strict=True)]
+        prompts, images = self._prompts(batch), self._images(batch)
         state = batch["state"]
-        states = finite_state(state[:, -1] if state.ndim == 3 else state, self._config.state_dim, "state")
-        views = len(images) // len(prompts)
-        found = []
-        for row, (ids, numbers) in enumerate(zip(prompts, states, strict=True)):
-            own = grids[row * views : (row + 1) * views]
-            tokens = ids[ids != self._slot]
-            self._check_places(ids, own, len(tokens))
-            found.append(Inputs(tuple(images[row * views : (row + 1) * views]), tokens, numbers, numbers))
+        states = finite_state(state[:, -1] if state.ndim == 3 else state, self.config.state_dim, "state")
+        views, found = len(images) // len(prompts), []
+        for row, (tokens, numbers) in enumerate(zip(prompts, states, strict=True)):
+            own, text = tuple(images[row * views : (row + 1) * views]), tokens[tokens != self._slot]
+            self._check_layout(tokens, own, len(text))
+            found.append(Inputs(own, text, numbers, numbers))
         return found
 
-    def _check_places(self, ids: np.ndarray, grids: list[tuple[int, ...]], text: int) -> None:
+    def _prompts(self, batch: Mapping[str, Any]) -> list[np.ndarray]:
+        ids, mask = (self._prefix + name for name in ("input_ids", "attention_mask"))
+        prompts = prompt_tokens(batch[ids], batch[mask], mask)
+        # In N1.5 the padding of shorter prompts changes the actions.
+        return one_length(prompts, mask) if self._release is N15 else prompts
+
+    def _images(self, batch: Mapping[str, Any]) -> list[np.ndarray]:
+        """Return the images uint8 (H, W, 3) of all prompts in order."""
+        values = batch[f"{self._prefix}pixel_values"]
+        if self._release is N15:
+            return list(pixels(values.float() * 0.5 + 0.5, "eagle_pixel_values"))
+        grids = batch["image_grid_thw"].tolist()
+        if any(frames != 1 for frames, _, _ in grids) or batch.get("pixel_values_videos") is not None:
+            raise ConfigError("image_grid_thw: expected images, got videos")
+        parts = values.split([rows * columns for _, rows, columns in grids])
+        return [_image(part, rows, columns) for part, (_, rows, columns) in zip(parts, grids, strict=True)]
+
+    def _check_layout(self, tokens: np.ndarray, images: tuple[np.ndarray, ...], text: int) -> None:
         """Raise ConfigError if the images of a prompt are not where this package puts them."""
-        if len({grid for grid in grids}) != 1:
-            raise ConfigError(f"image_grid_thw: expected images of one size, got {grids}")
-        _, rows, columns = grids[0]
-        layout = Layout(len(grids), (rows // _MERGED, columns // _MERGED), text, self._config.arrangement)
-        places = layout.image_rows().cpu().numpy()
-        if not np.array_equal(np.flatnonzero(ids == self._slot), np.sort(places)):
-            raise ConfigError("input_ids: expected the images where GR00T's own prompts have them")
+        sizes = {(image.shape[0], image.shape[1]) for image in images}
+        if len(sizes) != 1:
+            raise ConfigError(f"pixel_values: expected images of one size, got {sorted(sizes)}")
+        grid = self.config.vision.grid(*sizes.pop())
+        rows = Layout(len(images), grid, text, self.config.arrangement).image_rows().numpy()
+        if not np.array_equal(np.flatnonzero(tokens == self._slot), np.sort(rows)):
+            raise ConfigError(f"{self._prefix}input_ids: expected the images where GR00T's own prompts have them")
 
 
 def _image(patches: Tensor, rows: int, columns: int) -> np.ndarray:

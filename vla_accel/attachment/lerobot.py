@@ -6,11 +6,9 @@ and nothing else: states, actions and prompts arrive as the model's numbers.
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import json
-import logging
 import operator
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,15 +17,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from vla_accel.attachment.calls import Call
-from vla_accel.attachment.prepared import prompt_tokens
+from vla_accel.attachment.batches import MASK, TOKENS, pixels, prompt_tokens
+from vla_accel.attachment.calls import Call, enabled_rtc, guidance, refuse_arguments, saved_config
 from vla_accel.attachment.weights import ModuleWeights
 from vla_accel.checkpoints.lerobot import is_lerobot_config, reads_prompt
-from vla_accel.checkpoints.lerobot_statistics import ENVIRONMENT, STATE, Statistics
-from vla_accel.config import PolicyConfig, RtcConfig
-from vla_accel.errors import ConfigError, ObservationError, VlaAccelError
+from vla_accel.checkpoints.lerobot_settings import (
+    AFTER,
+    BEFORE,
+    NORMALIZE,
+    OPTIONAL,
+    POSTPROCESSOR,
+    POSTPROCESSORS,
+    PREPROCESSORS,
+    UNNORMALIZE,
+)
+from vla_accel.checkpoints.lerobot_statistics import ENVIRONMENT, STATE, Statistics, step_statistics
+from vla_accel.config import PolicyConfig
+from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.families.family import FAMILIES, Family, family_named
 from vla_accel.families.fastwam.text import FILE, write_prompts
 from vla_accel.families.loading import Checkpoint
@@ -40,20 +49,22 @@ _METHODS = {"smolvla": "_get_action_chunk", "diffusion": "diffusion.generate_act
 a history that `predict_action_chunk` keeps."""
 _TAKE_NOISE = ("pi0", "pi05", "smolvla")
 """Policies whose method has an argument with all the noise of a call."""
-_TOKENIZERS = {"pi0_fast": "_paligemma_tokenizer", "vla_jepa": "model.qwen.processor.tokenizer"}
+_TOKENIZERS = {
+    "pi0_fast": "_paligemma_tokenizer", "vla_jepa": "model.qwen.processor.tokenizer",
+    "evo1": "model.embedder.tokenizer",
+}  # fmt: skip
 """The policy's own tokenizer, where the readers need it: it encodes prompts within the policy, or decodes actions."""
 _UNREAD = {
     "fastwam": ("prompt", "input_image", "video", "proprio", "context", "context_mask", "negative_prompt", "seed",
                 "text_cfg_scale", "num_inference_steps", "sigma_shift", "rand_device", "tiled"),
+    "evo1": ("state_mask", "embodiment_id"),
 }  # fmt: skip
 """Further entries of a batch that a policy would read."""
 _TASKS = {"vla_jepa": "Execute the robot action."}
 """The instruction of a batch without one."""
-_TOKENS, _MASK = "observation.language.tokens", "observation.language.attention_mask"
-_BUFFER = "normalize_inputs.buffer_{}.{}"
-"""Statistics among the weights, as lerobot 0.3 stored them; no pipeline has to be described then."""
-_ROUNDING = 0.01
-_log = logging.getLogger("vla_accel.attach")
+_PLAIN = {"use_relative_actions": False, "binarize_gripper": False}
+"""Settings of what happens around a policy, to actions that it has returned."""
+_SCALED = (NORMALIZE, UNNORMALIZE)
 
 
 class TokenTransforms:
@@ -81,7 +92,7 @@ class TokenTransforms:
         """Normalize the state and take the tokens as they are. Raises ObservationError if there are too many."""
         tokens = np.concatenate((seen.prompt, self.suffix))
         if len(tokens) > self.inner.max_token_len:
-            raise ObservationError(f"{_TOKENS}: expected at most {self.inner.max_token_len}, got {len(tokens)}")
+            raise ObservationError(f"{TOKENS}: expected at most {self.inner.max_token_len}, got {len(tokens)}")
         return replace(self.inner.encode(replace(seen, prompt=self._ordinary)), tokens=tokens)
 
 
@@ -95,34 +106,27 @@ class LerobotReader:
 
     def __init__(self, policy: Any, settings: PolicyConfig, preprocessor: Any) -> None:
         self._policy = policy
-        with tempfile.TemporaryDirectory() as folder:
-            policy.config.save_pretrained(folder)
-            path = Path(folder)
+        weights = ModuleWeights(policy)
+        with saved_config(policy) as path:
             content = json.loads((path / "config.json").read_text())
             if not is_lerobot_config(content):
                 raise ConfigError(f"policy.config: expected a type and features, got {', '.join(content)}")
             self._kind: str = content["type"]
-            table = _camera_statistics(policy, content, preprocessor)
-            (path / "config.json").write_text(json.dumps(_normalized(content)))
+            family = _family_of(content, weights)
+            content |= {name: value for name, value in _PLAIN.items() if name in content}
+            if self._kind == "evo1":  # whose actions have the network's columns
+                content["postprocess_action_dim"] = content["max_action_dim"]
+            (path / "config.json").write_text(json.dumps(content))
+            statistics = _write_pipelines(path, content, _camera_statistics(policy, content, preprocessor))
             _write_tokenizers(policy, self._kind, path)
             if self._kind == "fastwam":
                 unread = np.zeros((1, content["video_dit_config"]["text_dim"]), np.float32)
                 write_prompts(path / FILE, content["prompt_template"], {"": unread})
             if self._kind == "pi0_fast":  # as lerobot decodes tokens that are no whole chunk
                 settings = replace(settings, checkpoint=replace(settings.checkpoint, relaxed_actions=True))
-            weights = ModuleWeights(policy, _buffers(table, content))
-            family = _family_of(content, weights)
-            if family.uniform_noise:
-                raise ConfigError(
-                    f"policy: expected one whose noise is normal, got {family.name}; save it and load its folder"
-                )
             model: Any
             processor: Any
-            try:
-                model, processor = family.load(path, settings, weights)
-            except VlaAccelError as error:
-                name = type(policy).__name__
-                raise type(error)(str(error).replace(f"{path}/", "").replace(str(path), name)) from error
+            model, processor = family.load(path, settings, weights)
         inputs = content["input_features"]
         cameras = [key for key, f in inputs.items() if f["type"] == "VISUAL" and "empty_camera" not in key]
         if self._kind == "fastwam":
@@ -130,26 +134,35 @@ class LerobotReader:
             encode = partial(_encode, policy.model)
             processor = replace(processor, prompts=replace(processor.prompts, rows={}, encoder=encode))
         self._cameras = dict(zip(processor.preset.images, cameras, strict=True))
-        self._scales = _scales(table, content, cameras)
+        self._scales = {key: scale for key in cameras if (scale := statistics.camera(key)) is not None}
         self._states = [key for key in (STATE, ENVIRONMENT) if key in inputs]
-        self._preset = processor.preset
         self._tokenized = reads_prompt(self._kind)
-        if self._tokenized:
-            # lerobot's π0-FAST puts a second <bos> behind the prompt.
-            suffix = processor.tokenizer.encode("", add_bos=True) if self._kind == "pi0_fast" else ()
-            processor = TokenTransforms(processor, suffix)
+        self._processor, self._first = processor, True
         name = type(policy).__name__
-        self.checkpoint = Checkpoint(name, family, model, processor, settings=settings)
-        self.settings = self._with_rtc(settings, family, model.config.action_horizon)
+        self.checkpoint = Checkpoint(name, family, model, self._transforms(), settings=settings)
+        if (requested := enabled_rtc(policy)) is not None:
+            settings = replace(settings, rtc=guidance(requested, family, model.config.action_horizon))
+        self.settings = settings
         owner, _, self.method = _METHODS.get(self._kind, "predict_action_chunk").rpartition(".")
         self.owner = policy.get_submodule(owner)
         self.takes_noise = self._kind in _TAKE_NOISE
 
-    def _with_rtc(self, settings: PolicyConfig, family: Family[Any, Any, Any], horizon: int) -> PolicyConfig:
-        requested = getattr(self._policy.config, "rtc_config", None)
-        if requested is None or not requested.enabled:
-            return settings
-        return replace(settings, rtc=guidance(requested, family, horizon))
+    def _transforms(self) -> Any:
+        if not self._tokenized:
+            return self._processor
+        # lerobot's π0-FAST puts a second <bos> behind the prompt.
+        suffix = self._processor.tokenizer.encode("", add_bos=True) if self._kind == "pi0_fast" else ()
+        return TokenTransforms(self._processor, suffix)
+
+    def _fit_state(self, size: int) -> None:
+        """Make the transforms those of a state of `size` numbers. The features of a policy that was trained from a base
+        are the base's, and only a batch shows the robot's state."""
+        preset = self._processor.preset
+        if self._first and len(self._states) == 1 and size != preset.state_dim:
+            preset = replace(preset, state_dim=size)
+            self._processor = replace(self._processor, preset=preset, state=Normaliser.identity(size))
+            self.checkpoint = replace(self.checkpoint, processor=self._transforms())
+        self._first = False
 
     def call(
         self,
@@ -161,11 +174,8 @@ class LerobotReader:
         **others: Any,
     ) -> Call:
         """Read a batch (`calls.Reader`)."""
-        if unknown := [name for name, value in others.items() if value is not None]:
-            raise ConfigError(f"{self.method}: expected none of {', '.join(unknown)}")
-        requested = getattr(self._policy.config, "rtc_config", None)
-        guided = prev_chunk_left_over is not None and requested is not None and requested.enabled
-        chunk = prev_chunk_left_over if guided else None
+        refuse_arguments(self.method, others)
+        chunk = None if enabled_rtc(self._policy) is None else prev_chunk_left_over
         return Call(self._observations(batch), noise, chunk, inference_delay or 0)
 
     def _observations(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -178,17 +188,18 @@ class LerobotReader:
         history = getattr(self.checkpoint.processor, "history", 1) > 1
         if state.ndim == 3 and not history:
             state = state[:, -1]
+        self._fit_state(state.shape[-1])
         prompts = self._prompts(batch, len(state))
         return [
             {**{key: views[row] for key, views in images.items()}, **self._split(state[row])}
-            | ({} if prompts is None else {self._preset.prompt: prompts[row]})
+            | ({} if prompts is None else {self._processor.preset.prompt: prompts[row]})
             for row in range(len(state))
         ]
 
     def _split(self, state: np.ndarray) -> dict[str, np.ndarray]:
         if state.ndim == 1:
-            return self._preset.split(state)
-        (key,) = self._preset.state
+            return self._processor.preset.split(state)
+        (key,) = self._processor.preset.state
         return {key: state}
 
     def _images(self, batch: Mapping[str, Any]) -> list[tuple[str, str, Tensor]]:
@@ -201,56 +212,11 @@ class LerobotReader:
 
     def _prompts(self, batch: Mapping[str, Any], count: int) -> Sequence[Any] | None:
         if self._tokenized:
-            return prompt_tokens(batch[_TOKENS], batch[_MASK], _MASK)
+            return prompt_tokens(batch[TOKENS], batch[MASK], MASK)
         if not self.checkpoint.family.capabilities.prompt:
             return None
         tasks = batch.get("task", _TASKS.get(self._kind))
         return [tasks] * count if isinstance(tasks, str) else tasks
-
-
-def pixels(images: Tensor, name: str, scale: Normaliser | None = None) -> np.ndarray:
-    """Return uint8 (..., H, W, 3) of images (..., 3, H, W) in [0, 1] or, with a `scale`, normalized."""
-    if images.shape[-3] != 3:
-        raise ObservationError(f"{name}: expected shape (..., 3, height, width), got {tuple(images.shape)}")
-    if images.dtype != torch.uint8:
-        levels = images.float()
-        if scale is not None:
-            low, span = (
-                torch.as_tensor(v, device=images.device).float()[:, None, None] for v in (scale.low, scale.span)
-            )
-            levels = ((levels + 1.0) / 2.0 if scale.kind == "quantile" else levels) * span + low
-        levels = levels * 255.0
-        lowest, highest = levels.aminmax()
-        if not (float(lowest) >= -_ROUNDING and float(highest) <= 255.0 + _ROUNDING):
-            raise ObservationError(
-                f"{name}: expected values in [0, 1], got {float(lowest) / 255} to {float(highest) / 255}"
-            )
-        images = levels.round().to(torch.uint8)
-    return images.movedim(-3, -1).contiguous().cpu().numpy()
-
-
-def guidance(requested: Any, family: Family[Any, Any, Any], horizon: int) -> RtcConfig:
-    """Return lerobot's settings of real-time chunking, an `RTCConfig`, as this package's, those that the family reads.
-
-    An execution horizon beyond the chunk, such as lerobot's default of 10 for a chunk of 5, is the whole chunk, as in
-    lerobot. Raises ConfigError for a family without real-time chunking, and for `debug`.
-    """
-    if requested.debug:
-        raise ConfigError("policy.rtc_config.debug: expected false, got true; the engines record no debug data")
-    if not family.chunking.settings:
-        if not requested.enabled:
-            return RtcConfig()
-        raise ConfigError(
-            f"policy.rtc_config: expected none for {family.name}, which has no real-time chunking, got {requested}"
-        )
-    settings: dict[str, Any] = {
-        "schedule": requested.prefix_attention_schedule.value.lower(),
-        "max_guidance_weight": requested.max_guidance_weight,
-        "execution_horizon": min(requested.execution_horizon, horizon),
-    }
-    if unused := sorted(settings.keys() - set(family.chunking.settings)):
-        _log.warning("%s: policy.rtc_config: %s are ignored", family.name, ", ".join(unused))
-    return RtcConfig(**{name: value for name, value in settings.items() if name not in unused})
 
 
 # -- the policy as a folder ---------------------------------------------------------------------------------------
@@ -260,16 +226,27 @@ def _family_of(content: Mapping[str, Any], weights: ModuleWeights) -> Family[Any
     families = [family_named(name) for name in FAMILIES]
     for family in families:
         if family.recognises(content, weights.shapes):
-            if "weights" not in inspect.signature(family.load).parameters:
-                raise ConfigError(f"policy: {family.name} cannot be attached: load its folder instead")
             return family
     raise ConfigError(f"policy: expected a policy of type {', '.join(FAMILIES)}, got {content['type']!r}")
 
 
-def _normalized(content: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of a policy whose states and actions are the model's own numbers."""
-    modes = content.get("normalization_mapping") or {}
-    return {**content, "normalization_mapping": {k: m if k == "VISUAL" else "IDENTITY" for k, m in modes.items()}}
+def _write_pipelines(folder: Path, content: Mapping[str, Any], table: Mapping[str, np.ndarray]) -> Statistics:
+    """Write the pipelines of a policy whose batches are normalized and tokenized, and return their statistics.
+
+    They scale the cameras, by `table`, and nothing else.
+    """
+    kind, step = content["type"], {"features": content["input_features"], "norm_map": {"VISUAL": _visual_mode(content)}}
+    file = "cameras.safetensors" if table else None
+    if file is not None:
+        save_file({name: torch.as_tensor(value) for name, value in table.items()}, str(folder / file))
+    for name, orders in ((BEFORE, PREPROCESSORS[kind]), (AFTER, POSTPROCESSORS.get(kind, POSTPROCESSOR))):
+        steps = [
+            {"registry_name": step_name, **({"config": step, "state_file": file} if step_name in _SCALED else {})}
+            for step_name in dict.fromkeys(itertools.chain(*orders))
+            if step_name not in OPTIONAL
+        ]
+        (folder / name).write_text(json.dumps({"steps": steps}))
+    return step_statistics(folder, NORMALIZE, step, file)
 
 
 def _write_tokenizers(policy: Any, kind: str, folder: Path) -> None:
@@ -320,23 +297,3 @@ def _camera_statistics(policy: Any, content: Mapping[str, Any], preprocessor: An
     table = {name: value.float().cpu().numpy() for step in steps for name, value in step.state_dict().items()}
     cameras = [key for key, f in content["input_features"].items() if f["type"] == "VISUAL"]
     return {name: value for name, value in table.items() if name.rpartition(".")[0] in cameras}
-
-
-def _buffers(table: Mapping[str, np.ndarray], content: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Statistics of the cameras as buffers, and one of the state, of which the readers read the size alone."""
-    size = (content["input_features"].get(STATE) or {"shape": (1,)})["shape"]
-    found = {f"{STATE}.mean": np.zeros(size, np.float32), **table}
-    names = {name: name.rpartition(".") for name in found}
-    return {
-        _BUFFER.format(key.replace(".", "_"), kind): torch.as_tensor(found[name])
-        for name, (key, _, kind) in names.items()
-    }
-
-
-def _scales(
-    table: Mapping[str, np.ndarray], content: Mapping[str, Any], cameras: Sequence[str]
-) -> dict[str, Normaliser]:
-    kinds = dict.fromkeys(cameras, "VISUAL")
-    statistics = Statistics("preprocessor", table, {"VISUAL": _visual_mode(content)}, 1e-8, True, kinds)
-    found = {key: statistics.camera(key) for key in cameras}
-    return {key: scale for key, scale in found.items() if scale is not None}

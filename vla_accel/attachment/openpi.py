@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vla_accel.attachment.batches import finite_state, pixels, prompt_tokens
 from vla_accel.attachment.calls import Call
-from vla_accel.attachment.lerobot import pixels
-from vla_accel.attachment.prepared import PreparedTransforms, finite_state, prompt_tokens
+from vla_accel.attachment.prepared import PreparedTransforms
 from vla_accel.attachment.weights import ModuleWeights
 from vla_accel.checkpoints.paligemma import dialect_of
 from vla_accel.config import PolicyConfig
@@ -30,7 +30,7 @@ class OpenpiReader:
 
     def __init__(self, model: Any, settings: PolicyConfig) -> None:
         self.owner, self.settings = model, settings
-        weights, name, config = ModuleWeights(model, {}), type(model).__name__, model.config
+        weights, name, config = ModuleWeights(model), type(model).__name__, model.config
         stated = Stated(
             kind="pi05" if config.pi05 else "pi0",
             action_dim=config.action_dim,

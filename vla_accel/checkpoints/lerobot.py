@@ -71,7 +71,7 @@ class Processors:
         pixels: The pixels that the policy was trained with, None for the usual ones. Cameras are in the order of
             `preset.images`.
         prompt_state_dim: The size to which prompts pad the state, as lerobot did before 0.5; None if they do not.
-        cameras: Of a policy without a tokenizer step: how the images of each camera, in [0, 1], are normalized by
+        cameras: Of a policy that reads frames as they are: how the images of each camera, in [0, 1], are normalized by
             channel.
         before, after: Settings of the steps of the preprocessor and of the postprocessor, by name.
     """
@@ -183,8 +183,10 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     sizes = len(state.low), action_dim
     relative = None if relative is None else relative_dims(relative, sizes, folder / BEFORE)
     robot = {key: names[key] for key in (*cameras, *states)}
-    if not prompted:
+    scales = ()
+    if not prompted or config["type"] == "multi_task_dit":
         scales = tuple(of_inputs.scaling(key) or Normaliser.identity(3) for key in cameras)
+    if not prompted:
         preset = _preset(path, robot, sizes, resize, relative)
         if len(states) > 1:
             preset = replace(preset, state_dims=tuple(state_dims))
@@ -200,6 +202,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         size_of(place, name, file),
         pixel_values({k: of_inputs.camera(k) for k in cameras}, smolvla=smolvla, old_bars=old, path=path),
         size_of(config, "max_state_dim", path) if old else None,
+        scales,
         before=steps[0],
         after=steps[1],
     )

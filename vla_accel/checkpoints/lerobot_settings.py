@@ -84,6 +84,19 @@ _FLOW = (
     *_RELATIVE,
     neutral("freeze_vision_encoder train_expert_only", "training", "0.4.3"),
 )
+_HISTORY = (
+    read("n_obs_steps", "observations that the policy reads, one a control step"),
+    read("horizon", "actions that the network computes; those from n_obs_steps - 1 on are returned"),
+    read("n_action_steps", "actions that lerobot executes; here the caller decides"),
+)
+_NOISE = (
+    read(
+        "noise_scheduler_type num_train_timesteps beta_schedule beta_start beta_end prediction_type clip_sample "
+        "clip_sample_range",
+        "the noise scheduler",
+    ),
+    read("num_inference_steps", "denoising steps; null: num_train_timesteps"),
+)
 _OLD_PI0 = "the π0 of lerobot 0.3 is another network, which later releases do not load either"
 _MEMORY = "the policy reads a history of frames, which this package does not run"
 _PROMPT_STATE = "length to which lerobot before 0.5 pads the state in the prompt"
@@ -186,9 +199,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
     "diffusion": (
         *_BASE,
         _SCALING,
-        read("n_obs_steps", "observations that the policy reads, one a control step"),
-        read("horizon", "actions that the network computes; those from n_obs_steps - 1 on are returned"),
-        read("n_action_steps", "actions that lerobot executes; here the caller decides"),
+        *_HISTORY,
         read("vision_backbone use_group_norm use_separate_rgb_encoder_per_camera", "the encoders of the images"),
         read("crop_shape", "the centre of the images that the encoder sees"),
         read("resize_shape crop_ratio", "size of the resized images and part of it that the encoder sees", "0.4.4"),
@@ -197,12 +208,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
             "sizes, checked against the weights",
         ),
         read("n_groups", "groups of the norms, which no weight shows"),
-        read(
-            "noise_scheduler_type num_train_timesteps beta_schedule beta_start beta_end prediction_type clip_sample "
-            "clip_sample_range",
-            "the noise scheduler",
-        ),
-        read("num_inference_steps", "denoising steps; null: num_train_timesteps"),
+        *_NOISE,
         neutral("crop_is_random drop_n_last_frames do_mask_loss_for_padding pretrained_backbone_weights", "training"),
         neutral(
             "optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay scheduler_name scheduler_warmup_steps",
@@ -210,6 +216,30 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         ),
         neutral("compile_model compile_mode", "torch.compile", "0.4.4"),
         neutral("gradient_checkpointing", "training", "0.6.0"),
+    ),
+    "multi_task_dit": _since(
+        "0.5.1",
+        *_BASE,
+        _SCALING,
+        *_HISTORY,
+        read("objective", "diffusion, or a flow"),
+        *_NOISE,
+        read("num_integration_steps", "denoising steps of a flow"),
+        read("integration_method", "of a flow; other steps than Euler's are not supported"),
+        read("hidden_dim num_layers timestep_embed_dim", "sizes, checked against the weights"),
+        read("num_heads rope_base", "what no weight shows"),
+        read("use_rope use_positional_encoding", "positions of the actions"),
+        read("vision_encoder_name text_encoder_name", "must be OpenAI's CLIP, whose sizes the weights show"),
+        read("use_separate_rgb_encoder_per_camera", "the encoders of the images"),
+        read("image_resize_shape image_crop_shape", "size of the resized images, and the centre that CLIP sees"),
+        read("tokenizer_max_length", "longest prompt, where the saved tokenizer step does not say"),
+        neutral("tokenizer_padding tokenizer_padding_side tokenizer_truncation", _COPIED),
+        neutral(
+            "sigma_min timestep_sampling_strategy timestep_sampling_s timestep_sampling_alpha timestep_sampling_beta "
+            "dropout vision_encoder_lr_multiplier image_crop_is_random drop_n_last_frames do_mask_loss_for_padding "
+            "optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay scheduler_name scheduler_warmup_steps",
+            "training",
+        ),
     ),
     "vla_jepa": _since(
         "0.6.1",
@@ -501,6 +531,7 @@ PREPROCESSORS: dict[str, Orders] = {
     "smolvla": ((_SMOLVLA_LINE, TOKENIZE), _SCALED),
     "act": (_SCALED,),
     "diffusion": (_SCALED,),
+    "multi_task_dit": ((RENAME, NORMALIZE), (TOKENIZE,)),
     "vla_jepa": ((RENAME, NORMALIZE),),
     "fastwam": ((RENAME, NORMALIZE),),
     "evo1": ((RENAME, PAD_STATE, NORMALIZE), (PAD_ACTION,)),

@@ -35,21 +35,21 @@ class Bench:
     model: str | None = None
     """Random weights of a model family's published size: pi05, pi0, pi0_fast, smolvla, vla_jepa, evo1, molmoact2,
     starvla_groot, starvla_pi, starvla_oft, openvla_oft, groot (N1.7), groot_n16, groot_n15, act, diffusion_policy,
-    fastwam or xvla."""
+    multi_task_dit, fastwam or xvla."""
     systems: tuple[str, ...] = ()
     """With random weights: eager; native-bf16, native-fp8 and -int8, each also with -vision; native-int8-denoise,
     native-fp8-int8-denoise (pi0_fast: native-fp8, native-fp8-decode, native-int8-decode); portable- instead of native-
     runs without Hopper's kernels, triton- also without the persistent denoise kernel; openpi-eager, -compile,
-    -max-autotune; lerobot-eager, -compile (SmolVLA, VLA-JEPA, Evo-1, GR00T, ACT, Diffusion Policy). An unknown name
-    lists the model's own. Default: eager, native without INT8, and the other project's eager code."""
+    -max-autotune; lerobot-eager, -compile (SmolVLA, VLA-JEPA, Evo-1, GR00T, ACT, Diffusion Policy, Multi-task DiT). An
+    unknown name lists the model's own. Default: eager, native without INT8, and the other project's eager code."""
     realtime_vla: Folder = None
     """With random weights: a checkout of realtime-vla, whose code is also timed, at ten steps."""
     prompt_tokens: Number = None
     """Length of the prompt in tokens. Default: about 20."""
     steps: Annotated[tuple[int, ...], Within(1)] = ()
     """Denoising steps (pi0_fast: tokens). Default: those of the configurations, else a checkpoint's own number and the
-    family's (10,3,1; GR00T: 4,2,1; pi0_fast: 64; diffusion_policy: 100,10). Systems that torch.compile compiles are
-    timed at the first only."""
+    family's (10,3,1; GR00T: 4,2,1; pi0_fast: 64; diffusion_policy and multi_task_dit: 100,10). Systems that
+    torch.compile compiles are timed at the first only."""
     schedule: Annotated[str | None, Argument("SCHEDULE")] = None
     """Flow times of the steps of this package's systems: uniform, cubic, or the times themselves from 1 to 0, such as
     1,0.3,0.01,0 for three steps. Default: those of the configurations, else uniform."""

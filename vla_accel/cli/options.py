@@ -21,6 +21,7 @@ from vla_accel.config import PolicyConfig, load_config
 from vla_accel.config.mapping import Within
 from vla_accel.errors import ConfigError, nearest
 from vla_accel.files import require_writable, require_writable_folder
+from vla_accel.view import check_view
 
 T = TypeVar("T")
 
@@ -51,10 +52,20 @@ class Written:
         (require_writable_folder if self.folder else require_writable)(value, name)
 
 
+@dataclass(frozen=True)
+class ViewCheck:
+    """Marks the target of a live view."""
+
+    def check(self, name: str, value: str) -> None:
+        """Raise ConfigError for another form, OutputError for a file that cannot be written."""
+        check_view(value)
+
+
 Folder = Annotated[Path | None, Argument("FOLDER")]
 OutputFile = Annotated[Path | None, Written()]
 Picture = Annotated[Path | None, Written(suffix=".png")]
 OutputFolder = Annotated[Path | None, Argument("FOLDER"), Written(folder=True)]
+ViewTarget = Annotated[str | None, Argument("rerun[:FILE.rrd]"), ViewCheck()]
 Number = Annotated[int | None, Within(1)]
 Count = Annotated[int, Within(1)]
 Seconds = Annotated[float, Within(0, above=True)]
@@ -200,7 +211,7 @@ def check(options: Any) -> None:
     for field, hint in hints.items():
         name, value = field.replace("_", "-"), getattr(options, field)
         values = [one for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
-        marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, (Within, Written))]
+        marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, (Within, Written, ViewCheck))]
         for mark, one in itertools.product(marks, values):
             mark.check(name, one)
             if isinstance(mark, Written) and (other := written.setdefault(one.resolve(), name)) != name:

@@ -28,7 +28,7 @@ class Parity(StepOptions, PolicySource):
     model: str | None = None
     """Instead of a checkpoint: random weights of a model family's published size: pi05, pi0, smolvla, vla_jepa,
     evo1, molmoact2, starvla_groot, starvla_pi, starvla_oft, openvla_oft, groot (N1.7), groot_n16, groot_n15, act,
-    diffusion_policy, fastwam or xvla."""
+    diffusion_policy, multi_task_dit, fastwam or xvla."""
     count: Count = 64
     """Maximum number of observations."""
     draws: Count = 1

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from vla_accel.cli.options import Argument, Count, PolicySource, Seconds, StepOptions, Within
+from vla_accel.cli.options import Argument, Count, PolicySource, Seconds, StepOptions, ViewTarget, Within
 from vla_accel.config import load_config
 from vla_accel.errors import ConfigError
 from vla_accel.server import PolicyRegistry, RayReplicas, Replicas, ServerConfig, serve
 from vla_accel.server.connection import websockets_server
 from vla_accel.server.keys import Keys
 from vla_accel.server.metrics import prometheus
+from vla_accel.view import open_view
 
 _DEFAULTS = ServerConfig()
 
@@ -43,6 +45,9 @@ class Serve(StepOptions, PolicySource):
     """With a --host that other machines can reach: accept clients without a key."""
     no_page: bool = False
     """Disable the live page at GET /."""
+    view: ViewTarget = None
+    """Show camera images, chunks and latencies in rerun: "rerun" starts its viewer, "rerun://HOST:PORT" names one that
+    runs, "rerun:FILE.rrd" records into a file. Not with --devices or --ray."""
     max_clients: Count = _DEFAULTS.max_clients
     """Maximum number of connections."""
     max_payload_mib: Annotated[float, Within(0, above=True)] = _DEFAULTS.max_payload / 2**20
@@ -88,16 +93,18 @@ def main(options: Serve, words: list[str]) -> int:
     if options.devices is not None and (options.device or options.ray):
         raise ConfigError("devices: expected --devices alone, got --device or --ray, too")
     devices = None if options.devices is None else machine.resolve_devices(options.devices)
+    if options.view is not None and (options.devices or options.ray):
+        raise ConfigError("view: expected a policy in this process, got --devices or --ray")
     names = ", ".join(options.policy) or options.checkpoint or "demo"
     logging.getLogger("vla_accel.server").info("loading %s", names)
     if options.ray is not None:
         serve(RayReplicas(load, options.ray, options.device or "auto", machine.software), config)
     elif devices is not None:
         serve(Replicas(load, devices), config)
-    elif isinstance(load, LoadSeveral):
-        serve(load(options.device), config)
     else:
-        serve(PolicyRegistry.single(lambda: load(options.device)), config)
+        with closing(open_view(options.view)) as view:
+            registry = load(options.device) if isinstance(load, LoadSeveral) else None
+            serve(registry or PolicyRegistry.single(lambda: load(options.device)), config, view)
     return 0
 
 

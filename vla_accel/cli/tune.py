@@ -156,9 +156,10 @@ def main(options: Tune, words: list[str]) -> int:
             known = journal.get("flow", reference.key)
             return known or journal.put("flow", reference.key, bench.flow(Flow.steps, say))
 
-        if family.flow and len(bench.observations) >= FEWEST:
+        has_flow = family.flow and bench.has_flow()
+        if has_flow and len(bench.observations) >= FEWEST:
             stages.append(partial(candidates.schedules, flow=flow))
-        elif family.flow:
+        elif has_flow:
             say(f"fewer denoising steps are not tried: expected at least {FEWEST} observations to judge them by, got "
                 f"{len(bench.observations)}")  # fmt: skip
         try:

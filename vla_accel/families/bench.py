@@ -23,7 +23,7 @@ from vla_accel.checkpoints.lerobot import Processors
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.errors import ConfigError, unknown
 from vla_accel.families.family import FAMILIES, Family, ModelConfig, family_named
-from vla_accel.families.overrides import processor_of
+from vla_accel.families.overrides import processor_of, transforms_of
 from vla_accel.fp8 import FORMATS, Scales
 from vla_accel.nn.calibration import calibrate
 from vla_accel.nn.flow import Schedule
@@ -36,6 +36,7 @@ from vla_accel.transforms.robots import LIBERO, Preset
 C = TypeVar("C", bound=ModelConfig)
 X = TypeVar("X")
 P = TypeVar("P", bound=Processor)
+T = TypeVar("T")
 Infer: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """`infer(observation)` of another project's model with random weights."""
 PROMPT = "pick up the black bowl between the plate and the ramekin and place it on the plate"
@@ -242,11 +243,25 @@ def libero(views: int) -> Preset:
     return replace(LIBERO, images=_VIEWS[:views], ignored_images=())
 
 
-def dummy_processor(config: Any, views: int, kind: type[P] = Processor, **fields: Any) -> P:
+def dummy_processor(
+    config: Any, views: int, kind: type[P] = Processor, tokenizer: DummyTokenizer | None = None, **fields: Any
+) -> P:
     """Return LIBERO's transforms with statistics that change nothing; `fields` of the class `kind`."""
-    robot = Processors(libero(views), Normaliser.identity(8), Normaliser.identity(7))
+    tokenizer = tokenizer or DummyTokenizer(config.vocab_size)
     fields = {"discrete_state": False, **fields}
-    return processor_of(kind, config, robot, DummyTokenizer(config.vocab_size), PolicyConfig(), **fields)
+    return processor_of(kind, config, _unscaled(views), tokenizer, PolicyConfig(), **fields)
+
+
+def dummy_transforms(
+    kind: Callable[..., T], config: Any, views: int, tokenizer: DummyTokenizer, /, **fields: Any
+) -> T:  # fmt: skip
+    """As `dummy_processor`, for a class that is no `Processor`."""
+    return transforms_of(kind, config, _unscaled(views), tokenizer, PolicyConfig(), **fields)
+
+
+def _unscaled(views: int) -> Processors:
+    preset = libero(views)
+    return Processors(preset, Normaliser.identity(preset.state_dim), Normaliser.identity(preset.action_dim))
 
 
 def libero_observation(

@@ -42,6 +42,7 @@ FAMILIES: dict[str, str] = {
     "starvla_oft": "vla_accel.families.starvla.family:STARVLA_OFT",
     "openvla_oft": "vla_accel.families.openvla_oft.family:OPENVLA_OFT",
     "diffusion_policy": "vla_accel.families.diffusion_policy.family:DIFFUSION_POLICY",
+    "multi_task_dit": "vla_accel.families.multi_task_dit.family:MULTI_TASK_DIT",
     "act": "vla_accel.families.act.family:ACT",
     "evo1": "vla_accel.families.evo1.family:EVO1",
     "xvla": "vla_accel.families.xvla.family:XVLA",
@@ -225,7 +226,7 @@ class Family(ABC, Generic[C, X, S]):
     capabilities: Capabilities = Capabilities()
     chunking: Chunking[C] = Chunking()
     flow: bool = False
-    """Whether the steps integrate a flow, so that they have times (`PolicyConfig.schedule`)."""
+    """Whether the steps integrate a flow, so that they have times (`PolicyConfig.schedule`); see `has_flow`."""
     uniform_noise: bool = False
     """Whether noise is uniform in [-1, 1) instead of normal."""
     signs: tuple[str, ...] = ()
@@ -248,11 +249,15 @@ class Family(ABC, Generic[C, X, S]):
         """Return the shape that these observations need with these engines. Raises ObservationError if they do not fit
         into one batch."""
 
+    def has_flow(self, config: C) -> bool:
+        """Return whether the steps of a model of these sizes integrate a flow."""
+        return self.flow
+
     def schedule(self, config: C, settings: PolicyConfig) -> Schedule:
         """Return the steps of a policy. Raises ConfigError for times of steps that have none."""
         for name in ("schedule", "warm_start"):
             value = getattr(settings, name)
-            if value is not None and not self.flow:
+            if value is not None and not self.has_flow(config):
                 raise ConfigError(f"{name}: expected none for {self.name}, which has no flow, got {value}")
         return Schedule.of(settings.schedule, settings.num_steps or config.num_steps)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from vla_accel.transforms.tokenizer import Tokenizer
 
 C = TypeVar("C")
 P = TypeVar("P", bound=Processor)
+T = TypeVar("T")
 _log = logging.getLogger("vla_accel")
 _SIZES = ("action_horizon", "max_token_len", "discrete_state_input")
 
@@ -88,24 +89,36 @@ def robot_of(saved: Preset, settings: PolicyConfig) -> Preset:
 def processor_of(
     kind: type[P], config: Any, saved: Processors, tokenizer: Tokenizer, settings: PolicyConfig, **fields: Any
 ) -> P:
-    """Return the transforms of a model, with more fields of their class `kind`.
+    """Return the transforms of a model with a `Processor`, with more fields of their class `kind`. Raises as
+    `transforms_of`."""
+    check_vocabulary(tokenizer, config.vocab_size, settings)
+    fields |= {"image_size": config.vision.image_size, "prompt_state_dim": saved.prompt_state_dim}
+    return transforms_of(kind, config, saved, tokenizer, settings, pixels=saved.pixels, **fields)
+
+
+def transforms_of(
+    kind: Callable[..., T],
+    config: Any,
+    saved: Processors,
+    tokenizer: Tokenizer,
+    settings: PolicyConfig,
+    /,
+    **fields: Any,
+) -> T:
+    """Return the transforms of a model with a prompt, with more fields of their class `kind`.
 
     Raises:
-        CheckpointError: The tokenizer or the statistics do not fit the model.
+        CheckpointError: The statistics do not fit the model.
         ConfigError: The preset does not fit the model.
     """
-    check_vocabulary(tokenizer, config.vocab_size, settings)
     return kind(
         tokenizer=tokenizer,
         state=saved.state,
         actions=saved.actions,
-        image_size=config.vision.image_size,
         action_dim=config.action_dim,
         max_token_len=config.max_token_len,
         default_prompt=settings.default_prompt,
         preset=saved.preset,
-        prompt_state_dim=saved.prompt_state_dim,
-        pixels=saved.pixels,
         **fields,
     )
 

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Activation(str, Enum):
-    """The activation after a product. GELU is the tanh form, GELU_ERF the exact one.
+    """The activation after a product. GELU is the tanh form, GELU_ERF the exact one, QUICK_GELU is x sigmoid(1.702 x).
 
     GEGLU and SWIGLU are gated: two columns become one, gelu(gate) * up or silu(gate) * up.
     """
@@ -19,6 +19,7 @@ class Activation(str, Enum):
     SWIGLU = "swiglu"
     MISH = "mish"
     GELU_ERF = "gelu_erf"
+    QUICK_GELU = "quick_gelu"
 
     def __str__(self) -> str:
         return self.value

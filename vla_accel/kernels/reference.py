@@ -69,7 +69,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         return F.gelu(x, approximate="tanh")
     plain = {
         Activation.NONE: lambda y: y, Activation.SILU: F.silu, Activation.RELU: F.relu, Activation.MISH: F.mish,
-        Activation.GELU_ERF: F.gelu,
+        Activation.GELU_ERF: F.gelu, Activation.QUICK_GELU: lambda y: y * torch.sigmoid(1.702 * y),
     }  # fmt: skip
     return plain[activation](x)
 

@@ -65,8 +65,8 @@ def mish(x):
     return tl.where(x > 20.0, x, x * n / (n + 2.0))
 
 
-GELU, SILU, RELU, MISH, GELU_ERF = (
-    constexpr(a.code) for a in (Activation.GELU, Activation.SILU, Activation.RELU, Activation.MISH, Activation.GELU_ERF)
+GELU, SILU, RELU, MISH, GELU_ERF, QUICK_GELU = (
+    constexpr(Activation(name).code) for name in ("gelu", "silu", "relu", "mish", "gelu_erf", "quick_gelu")
 )
 
 
@@ -88,6 +88,8 @@ def activated(x, ACTIVATION: constexpr):
         return mish(x)
     elif ACTIVATION == GELU_ERF:
         return gelu_erf(x)
+    elif ACTIVATION == QUICK_GELU:
+        return x / (1.0 + tl.exp2(-2.4554669595930156 * x))
     else:
         return x
 

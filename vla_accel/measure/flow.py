@@ -47,14 +47,13 @@ class Flow(Protocol):
 
 def exact_policy(checkpoint: str, settings: PolicyConfig) -> OptimizedPolicy:
     """Return a checkpoint as an FP32 eager policy with its own denoising steps and all weights in memory. Raises
-    ConfigError for a family without a flow."""
+    ConfigError for a model without a flow."""
     family = family_of(base_and_lora(checkpoint, settings.checkpoint.lora)[0])
-    if not family.flow:
-        raise ConfigError(f"flow: expected a family whose steps integrate a flow, got {family.name}")
     settings = replace(settings, num_steps=None, schedule=None)
-    return reference_of(
-        settings, load(checkpoint, settings, device=resolve_device(settings.device), dtype=torch.float32)
-    )
+    found = load(checkpoint, settings, device=resolve_device(settings.device), dtype=torch.float32)
+    if not family.has_flow(found.model.config):
+        raise ConfigError(f"flow: expected a model whose steps integrate a flow, got {family.name}")
+    return reference_of(settings, found)
 
 
 class PolicyFlow:

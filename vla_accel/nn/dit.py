@@ -208,7 +208,7 @@ class DitHead(nn.Module):
         times = torch.tensor(self.times(schedule), device=device).float()
         # Two embeddings of one time: cosine first for the norms, sine first for the actions.
         wide = self.time_in.weight.dtype
-        temporal = _angles(times, 128, 127)
+        temporal = time_angles(times, 128, 127)
         embedded = self.time_out(F.silu(self.time_in(torch.cat((temporal.cos(), temporal.sin()), -1).to(wide))))
         active = F.silu(embedded)
         rows = [m(active.to(m.weight.dtype)) for m in (layer.modulation for layer in self._layers())]
@@ -218,7 +218,7 @@ class DitHead(nn.Module):
             modulation = self.final_modulation
             final_shift, final_scale = modulation(active.to(modulation.weight.dtype)).chunk(2, -1)
         half = config.width // 2
-        angles = _angles(times, half, half)
+        angles = time_angles(times, half, half)
         tau = torch.cat((angles.sin(), angles.cos()), -1).to(self.action_mix.weight.dtype)
         time = F.linear(tau, self.action_mix.weight[:, config.width :], self.action_mix.bias)
         return StepConstants(time, scales, shifts, final_scale, final_shift)
@@ -311,7 +311,7 @@ class DitNetwork(Network):
         return x
 
 
-def _angles(times: Tensor, count: int, over: int) -> Tensor:
+def time_angles(times: Tensor, count: int, over: int) -> Tensor:
     """times (n,) at frequencies 10000^(-i / over), i < count: (n, count) float32."""
     exponent = torch.arange(count, dtype=torch.float32, device=times.device) * (-math.log(10_000.0) / over)
     return times[:, None] * exponent.exp()

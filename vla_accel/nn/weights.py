@@ -18,6 +18,8 @@ from vla_accel.nn.block import Block, Norm
 from vla_accel.nn.network import Network
 from vla_accel.numeric import DTYPES, round_up
 
+Affine = tuple[Tensor, Tensor]
+"""Weight and bias of a norm, float32."""
 _ROWS = 2048
 _NONE = Products(())
 

@@ -24,6 +24,7 @@ from vla_accel.remote.inference import Inference, Job, copied
 from vla_accel.remote.metadata import ensemble_of, history_of, max_delay, motion_dims, starts_warm, supports_prev_chunk
 from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
 from vla_accel.remote.underrun import Choice, Underrun
+from vla_accel.view import View, open_view
 
 logger = logging.getLogger("vla_accel.realtime")
 
@@ -86,6 +87,8 @@ class AsyncRunner:
         temporal_ensemble: c of ACT's ensembling (`remote.ensemble.TemporalEnsemble`); a new chunk then does not replace
             earlier predictions of its moments, but is averaged with them. None: as the policy's checkpoint says;
             False: off.
+        view: where to show observations, chunks, executed actions and delays: "rerun", "rerun://HOST:PORT",
+            "rerun:FILE.rrd", or a `View`, which stays open. None: nowhere.
 
     Raises:
         ConfigError: an argument out of its range, `real_time_chunking=True` for a policy that does not support it, or
@@ -103,6 +106,7 @@ class AsyncRunner:
         underrun: Choice = "hold",
         real_time_chunking: bool | None = None,
         temporal_ensemble: float | Literal[False] | None = None,
+        view: View | str | None = None,
     ) -> None:
         kind = type(policy).__name__
         if not callable(getattr(policy, "infer", None)):
@@ -124,6 +128,7 @@ class AsyncRunner:
             if self.real_time_chunking:
                 raise ConfigError("temporal_ensemble: expected real_time_chunking=False with it, got both")
         self._warm = starts_warm(policy)
+        self._view, self._own_view = open_view(view), isinstance(view, str)
         self._delay = DelayEstimate(self._hz, max_delay(policy))
         self._inference = Inference(policy)
         self._history = history_of(policy)
@@ -202,12 +207,15 @@ class AsyncRunner:
             waits = self._inference.busy and not len(self._remaining())
             if waits and self._inference.wait_until(began + self._max_wait_s):
                 self._advance(observation)
-            if not len(self._remaining()):
-                return self._without().copy()
-            if self._missed:
-                self._missed = 0
-                logger.warning("async runner: actions again at tick %d", self._tick)
-            self._last = action = self._remaining()[0]
+            if len(self._remaining()):
+                if self._missed:
+                    self._missed = 0
+                    logger.warning("async runner: actions again at tick %d", self._tick)
+                self._last = action = self._remaining()[0]
+            else:
+                action = self._without()
+            if self._view.on:
+                self._show(action)
             return action.copy()
         finally:
             self._tick += 1
@@ -232,6 +240,8 @@ class AsyncRunner:
         timeout_s = zero_or_more(timeout_s, "timeout_s")
         first, self._closed = not self._closed, True
         ended = self._inference.close(timeout_s)
+        if first and self._own_view:
+            self._view.close()
         if first and self._counts["underruns"]:
             logger.warning("async runner: %d underruns in %d ticks", self._counts["underruns"], self._tick)
         if not ended:
@@ -304,6 +314,10 @@ class AsyncRunner:
         """Continue with a chunk that is ready `delay` ticks after its observation."""
         assert done.actions is not None
         self._error, self._failed = None, 0
+        if self._view.on:
+            latency_ms = {**done.timing, "inference": done.seconds * 1e3}
+            self._view.inferred(done.tick, done.observation, done.actions, latency_ms)
+            self._view.measured(done.tick, {"delay/ticks": delay})
         if delay >= len(done.actions):
             self._counts["stale"] += 1
             logger.warning("async runner: dropped a chunk of %d actions that took %d ticks", len(done.actions), delay)
@@ -315,6 +329,13 @@ class AsyncRunner:
         self._counts["chunks"] += 1
         self._first = done.tick
         self._actions = done.actions if self._ensemble is None else self._ensemble.add(done.tick, done.actions)
+
+    def _show(self, action: np.ndarray) -> None:
+        """Show the action of this tick, the age of the observation that it comes from, and the counts."""
+        self._view.executed(self._tick, action)
+        age_ms = 1e3 * (self._tick - self._first) / self._hz
+        counts = {f"count/{name}": value for name, value in self._counts.items() if name != "chunks"}
+        self._view.measured(self._tick, {"age/ms": age_ms, **counts})
 
     def _fail(self, error: BaseException | None) -> None:
         """Keep the error until no action is left, and pause before the next attempt."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class Job:
     prev_chunk: np.ndarray | None = None  # remaining actions (k, action_dim) for a guided policy or a warm start
     delay: int | None = None  # announced delay in ticks, for a guided policy
     actions: np.ndarray | None = None  # the result (n, action_dim)
+    timing: dict[str, Any] = field(default_factory=dict)  # milliseconds by component, as the policy and server say
     error: BaseException | None = None
     seconds: float = 0.0
 
@@ -92,7 +93,8 @@ class Inference:
             try:
                 options = {"prev_chunk": job.prev_chunk, "inference_delay": job.delay}
                 options = {name: value for name, value in options.items() if value is not None}
-                job.actions = actions_of(self._policy.infer(job.observation, **options))
+                result = self._policy.infer(job.observation, **options)
+                job.actions, job.timing = actions_of(result), timing_of(result)
             except BaseException as error:  # raised again in the other thread
                 job.error = error
             job.seconds = time.perf_counter() - began
@@ -123,6 +125,15 @@ def actions_of(result: Any) -> np.ndarray:
     if not np.isfinite(actions).all():
         raise EngineError("actions: expected finite numbers, got NaN or infinity")
     return actions
+
+
+def timing_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the milliseconds by component in a policy's result, those of its server under `server/`."""
+    found = {}
+    for key, prefix in (("policy_timing", ""), ("server_timing", "server/")):
+        if isinstance(timing := result.get(key), Mapping):
+            found |= {f"{prefix}{name}": value for name, value in timing.items()}
+    return found
 
 
 def copied(value: Any, name: str = "observation") -> Any:

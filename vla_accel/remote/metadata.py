@@ -21,8 +21,8 @@ WARM_START = "warm_start"
 """Metadata key: the flow time at which calls with a previous chunk start (`PolicyConfig.warm_start`). Such a policy
 takes `prev_chunk` without `inference_delay`, and its `infer_batch` takes one for every observation or for none."""
 ROBOT = "robot"
-"""Metadata key: the robot, a map of `images`, `state` and `prompt` (observation keys), `action_dim`, and `motion_dims`
-(see `transforms.robots.Preset`; None if the checkpoint does not declare them)."""
+"""Metadata key: the robot, a map of `images`, `state` and `prompt` (observation keys), `action_dim`, `motion_dims`
+(None if the checkpoint does not declare them) and `pose` (see `transforms.robots.Preset`)."""
 
 
 def supports_prev_chunk(policy: Any) -> bool:

@@ -31,6 +31,7 @@ from vla_accel.server.pages import HEADERS, page
 from vla_accel.server.ray_replica import RayReplicas
 from vla_accel.server.replica import ProcessReplica, Replica, Replicas, ThreadReplica
 from vla_accel.server.requests import Answer, Call, ClientGone
+from vla_accel.view import OFF, View
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -46,9 +47,12 @@ class PolicyServer:
         policy: an object with `infer`, and with `metadata` if it has any; a `PolicyRegistry`; or `Replicas` or
             `RayReplicas` of either. Without replicas all calls run in one thread of this process.
         config: address and limits.
+        view: shows what a policy without replicas gets and returns.
+
+    Raises ConfigError for a view with replicas.
     """
 
-    def __init__(self, policy: Any, config: ServerConfig | None = None) -> None:
+    def __init__(self, policy: Any, config: ServerConfig | None = None, view: View = OFF) -> None:
         self.config = config or ServerConfig()
         self.address = ""  # `ws://host:port`, once the server listens
         self.metrics = Metrics(
@@ -59,7 +63,7 @@ class PolicyServer:
                 "replicas": lambda: len(self.dispatcher.loaded),
             }
         )
-        self.dispatcher = Dispatcher(_replicas(policy, self.config.batches), self.config, self.metrics)
+        self.dispatcher = Dispatcher(_replicas(policy, self.config.batches, view), self.config, self.metrics)
         self._clients: set[Any] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
@@ -302,12 +306,12 @@ class PolicyServer:
         task.add_done_callback(self._closing.discard)
 
 
-def serve(policy: Any, config: ServerConfig | None = None) -> None:
+def serve(policy: Any, config: ServerConfig | None = None, view: View = OFF) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests under way. A second signal does not wait for them.
 
     The arguments are those of `PolicyServer`. Raises KeyboardInterrupt if a signal arrived while replicas were loading.
     """
-    server = PolicyServer(policy, config)
+    server = PolicyServer(policy, config, view)
 
     async def main() -> None:
         for name in (signal.SIGINT, signal.SIGTERM):
@@ -320,10 +324,10 @@ def serve(policy: Any, config: ServerConfig | None = None) -> None:
 
 
 @contextlib.contextmanager
-def background(policy: Any, config: ServerConfig | None = None) -> Iterator[PolicyServer]:
+def background(policy: Any, config: ServerConfig | None = None, view: View = OFF) -> Iterator[PolicyServer]:
     """Run a `PolicyServer` in a thread of this process, and yield it once it listens. It stops gracefully at the end of
     the block."""
-    server = PolicyServer(policy, config)
+    server = PolicyServer(policy, config, view)
     ready = threading.Event()
     failure: list[BaseException] = []
 
@@ -348,12 +352,14 @@ def background(policy: Any, config: ServerConfig | None = None) -> Iterator[Poli
         raise failure[0]
 
 
-def _replicas(policy: Any, limits: BatchLimits) -> Sequence[Replica]:
+def _replicas(policy: Any, limits: BatchLimits, view: View) -> Sequence[Replica]:
+    if view.on and isinstance(policy, (RayReplicas, Replicas)):
+        raise ConfigError("view: expected a policy in the server's process, got replicas (--devices, --ray)")
     if isinstance(policy, RayReplicas):
         return policy.replicas(limits)
     if isinstance(policy, Replicas):
         return [ProcessReplica(f"{i} {d}", policy.load, d, limits) for i, d in enumerate(policy.devices)]
-    return [ThreadReplica(policy, limits)]
+    return [ThreadReplica(policy, limits, view)]
 
 
 def _path(request: Any) -> str:

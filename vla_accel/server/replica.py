@@ -24,6 +24,7 @@ from vla_accel.server.limits import BatchLimits
 from vla_accel.server.loop import tune_process
 from vla_accel.server.requests import Answers, Batch
 from vla_accel.server.runner import PolicyRegistry, Runner
+from vla_accel.view import OFF, View
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -68,8 +69,8 @@ class ThreadReplica:
 
     name, capacity = "here", 2
 
-    def __init__(self, policy: Any, limits: BatchLimits) -> None:
-        self._registry, self._limits = PolicyRegistry.containing(policy), limits
+    def __init__(self, policy: Any, limits: BatchLimits, view: View = OFF) -> None:
+        self._registry, self._limits, self._view = PolicyRegistry.containing(policy), limits, view
         self._queue: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self.metadata_frames, self.batches = {}, False
 
@@ -101,7 +102,7 @@ class ThreadReplica:
         except BaseException as error:
             return loaded.set_exception(error)
         loaded.set_result(None)
-        runner = Runner(self._registry, self._limits)
+        runner = Runner(self._registry, self._limits, self._view)
         while (batch := self._queue.get()) is not None:
             runner.run(batch.calls, lambda answers, batch=batch: _on_loop(self._loop, batch.deliver, answers))
 

@@ -16,9 +16,11 @@ from typing import Any
 
 from vla_accel.errors import ActionError, ConfigError, EngineError, ObservationError, VlaAccelError, WireError
 from vla_accel.remote import wire
+from vla_accel.remote.inference import timing_of
 from vla_accel.remote.metadata import batches_prev_chunks, history_of, starts_warm, supports_prev_chunk
 from vla_accel.server.limits import BatchLimits
 from vla_accel.server.requests import OPTIONS, Answer, Answers, Call, Request, parse, split_options
+from vla_accel.view import OFF, View
 
 logger = logging.getLogger("vla_accel.server")
 
@@ -130,11 +132,14 @@ class Runner:
 
     A turn answers at least one observation of each call. It answers more of them only while the turn has fewer than
     `max_batch` observations and the policy has `infer_batch`; the rest of the call needs another turn.
+
+    A view gets every answer after it was delivered. A server knows no control ticks, so there each chunk follows the
+    one before.
     """
 
-    def __init__(self, registry: PolicyRegistry, limits: BatchLimits) -> None:
-        self._registry, self._limits = registry, limits
-        self._idle_since = 0.0
+    def __init__(self, registry: PolicyRegistry, limits: BatchLimits, view: View = OFF) -> None:
+        self._registry, self._limits, self._view = registry, limits, view
+        self._idle_since, self._tick = 0.0, 0
 
     def run(self, calls: Sequence[Call], deliver: Callable[[Answers], object]) -> None:
         """Answer every call exactly once, whatever the policy raises. `deliver` gets answers as soon as they exist.
@@ -171,7 +176,20 @@ class Runner:
                 request.result, request.infer_ms, request.batch = result, infer_ms, len(group)
             complete = [i for i in dict.fromkeys(r.call for r in group) if all(r.batch for r in requests[i])]
             deliver([(index, _answer(calls[index], requests[index])) for index in complete])
+            if self._view.on:
+                self._show(group, calls)
         self._idle_since = time.monotonic()
+
+    def _show(self, group: Sequence[Request], calls: Sequence[Call]) -> None:
+        for request in group:
+            result = request.result
+            actions: Any = result.get("actions") if isinstance(result, Mapping) else None
+            if hasattr(actions, "__len__"):
+                server = {f"server/{name}": ms for name, ms in calls[request.call].timing.items()}
+                timing = {**timing_of(result), **server, "server/infer_ms": request.infer_ms}
+                name = request.policy.name if request.policy else ""
+                self._view.inferred(self._tick, request.observation, actions, timing, name)
+                self._tick += len(actions)
 
     def _requests(self, index: int, call: Call, spare: int) -> list[Request]:
         """The call's next request, and up to `spare` more."""

@@ -1,4 +1,4 @@
-"""Observations to the inputs of models that read camera frames of one size, the state and no instruction, and back."""
+"""Observations to the inputs of models that read camera frames of one size and the state, and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.transforms.images import frames
 from vla_accel.transforms.normalisation import Normaliser
-from vla_accel.transforms.observations import Reader
+from vla_accel.transforms.observations import Observed, Reader
 from vla_accel.transforms.processing import ScalingTransforms
 
 
@@ -83,7 +83,10 @@ class FrameProcessor(ScalingTransforms):
         return np.asarray(scales, np.float32)
 
     def observe(self, observation: Mapping[str, Any]) -> FrameInputs:
-        seen = self._reader.read(observation)
+        return self._frames(self._reader.read(observation))
+
+    def _frames(self, seen: Observed) -> FrameInputs:
+        """Check and convert what the reader found."""
         views = {key: frames(image, key, self.history) for key, image in seen.views.items()}
         for key, shape in zip(self.preset.images, self.frame_shapes, strict=True):
             images, expected = views[key], (*shape, 3)

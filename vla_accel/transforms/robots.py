@@ -98,13 +98,15 @@ class Preset:
             )
 
     def described(self) -> dict[str, Any]:
-        """Plain data for clients: keys of images, state and prompt, the action's size and its motion dimensions."""
+        """Plain data for clients: keys of images, state and prompt, the action's size, its motion dimensions and the
+        form of its poses."""
         return {
             "images": list(self.images),
             "state": list(self.state),
             "prompt": self.prompt,
             "action_dim": self.action_dim,
             "motion_dims": None if self.motion_dims is None else list(self.motion_dims),
+            "pose": self.pose,
         }
 
     def split(self, state: np.ndarray) -> dict[str, np.ndarray]:

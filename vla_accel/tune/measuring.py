@@ -61,6 +61,11 @@ class PolicyBench:
         medians = {"median_ms": row["median_ms"], "reference_ms": base["median_ms"]}
         return {**medians, "calls": row["calls"], "others_busy": cores}
 
+    def has_flow(self) -> bool:
+        """Return whether the model's steps integrate a flow."""
+        policy = self._policy(self.reference)
+        return policy.family.has_flow(policy.model.config)
+
     def flow(self, steps: Sequence[int], progress: Callable[[str], None]) -> dict[str, Any]:
         """Judge denoising schedules by their distance from the exact flow (`measure.schedules.judge`)."""
         self.release()

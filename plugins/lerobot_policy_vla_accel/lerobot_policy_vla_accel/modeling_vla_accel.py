@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lerobot_policy_vla_accel.configuration_vla_accel import VlaAccelConfig, refuse_training
 from lerobot_policy_vla_accel.observations import input_features, observations, stated
-from vla_accel.attachment.lerobot import guidance
+from vla_accel.attachment.calls import guidance
 from vla_accel.checkpoints.weights import read_json
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.loading import Checkpoint

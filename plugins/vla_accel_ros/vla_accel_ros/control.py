@@ -12,6 +12,7 @@ import numpy as np
 from vla_accel.errors import VlaAccelError
 from vla_accel.remote.async_runner import AsyncRunner, RunnerReport
 from vla_accel.remote.underrun import Choice
+from vla_accel.view import OFF, View
 from vla_accel_ros.observations import Observation, StaleError
 
 logger = logging.getLogger("vla_accel.ros")
@@ -49,12 +50,14 @@ class Rules:
         wait_s: how long to wait for a complete observation, at the start and after a topic became stale.
         timeout_s: how long to wait for the first chunk, and at the end for the inference under way.
         underrun: see `AsyncRunner`.
+        view: shows the run, with the age of the messages.
     """
 
     hz: float
     wait_s: float = 5.0
     timeout_s: float = 120.0
     underrun: Choice = "hold"
+    view: View = OFF
 
 
 class Control:
@@ -70,7 +73,7 @@ class Control:
 
     def __init__(self, policy: Any, robot: Robot, clock: Clock, rules: Rules) -> None:
         self._robot, self._clock, self._rules = robot, clock, rules
-        self._runner = AsyncRunner(policy, rules.hz, underrun=rules.underrun)
+        self._runner = AsyncRunner(policy, rules.hz, underrun=rules.underrun, view=rules.view)
         self.published = self.overruns = self.halts = 0
         self.age_s = 0.0
         self.problem = "waiting for observations"
@@ -125,6 +128,7 @@ class Control:
                 self._robot.stop()
                 return
             self._robot.act(self._runner.step(observation.values))
+            self._rules.view.measured(self.published, {"age/message_ms": observation.age_s * 1e3})
             self.problem, self.published = "", self.published + 1
             due += 1 / self._rules.hz
             if (now := self._clock.now()) > due:

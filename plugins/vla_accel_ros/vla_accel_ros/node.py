@@ -43,6 +43,7 @@ PARAMETERS: dict[str, tuple[Any, str]] = {
     "max_skew_s": (0.2, "longest time between the messages of an observation"),
     "wait_s": (5.0, "how long to wait for a complete observation"),
     "underrun": ("hold", "what to do when no action is left: hold or raise"),
+    "view": ("", "where to show the runs: rerun, rerun://HOST:PORT or rerun:FILE.rrd"),
     "autostart": (False, "configure and activate the node at its start"),
 }
 CHANGEABLE = ("prompt", "rate", "max_duration_s")

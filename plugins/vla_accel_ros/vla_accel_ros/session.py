@@ -34,6 +34,7 @@ from vla_accel_ros_interfaces.action import RunPolicy  # pyright: ignore[reportA
 from vla_accel.errors import VlaAccelError
 from vla_accel.remote.inference import actions_of
 from vla_accel.remote.underrun import Choice
+from vla_accel.view import open_view
 from vla_accel_ros.commands import Command, Commands
 from vla_accel_ros.contract import Channel, Qos, load_contract
 from vla_accel_ros.control import ERROR, OK, Control, Diagnosis, Rules
@@ -100,6 +101,8 @@ class Session:
     def _open(self, stack: ExitStack) -> None:
         read, node = self._parameter, self._node
         contract = self._contract = load_contract(read("contract"))
+        self._view = open_view(read("view") or None)
+        stack.callback(self._view.close)
         policy = self._policy = open_policy(PolicyOptions(*(read(name) for name in PolicyOptions.__annotations__)))
         stack.callback(getattr(policy, "close", lambda: None))
         self._prompt_key = check_robot(contract, policy.metadata)
@@ -140,7 +143,8 @@ class Session:
         try:
             limit = goal.request.max_duration_s or self._parameter("max_duration_s") or self._contract.max_duration_s
             end = self._clock.now() + limit if limit else None
-            rules = Rules(self._hz, self._parameter("wait_s"), underrun=self._underrun)
+            rules = Rules(self._hz, self._parameter("wait_s"), underrun=self._underrun, view=self._view)
+            self._view.began(f"run_policy: {goal.request.prompt}")
             self._observations.restart()
             control = Control(self._policy, SessionRobot(self, goal.request.prompt), self._clock, rules)
             self._running = goal, control

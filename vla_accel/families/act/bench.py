@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.errors import ConfigError, DependencyError
+from vla_accel.errors import ConfigError
 from vla_accel.families.act.family import ACT
 from vla_accel.families.act.network import ActConfig, act
 from vla_accel.families.bench import BenchCard, Infer, libero
+from vla_accel.families.lerobot_bench import batch_of, features, importing
 from vla_accel.nn.random_weights import Drawn
 from vla_accel.nn.resnet import Camera, ResNet
 from vla_accel.numeric import matmul_precision
@@ -84,18 +85,12 @@ class ActBench(BenchCard[ActConfig, FrameInputs]):
             policy = _policy(self.published(horizon), device)
             if LEROBOT_MODES[name]:
                 policy.model = torch.compile(policy.model, mode="max-autotune")
-        # As lerobot's server: bytes are copied, and converted to floats and normalized on the device.
         scales = [torch.tensor((c.mean, c.deviation), device=device)[..., None, None] for c in
                   self.published(horizon).cameras]  # fmt: skip
 
         @torch.inference_mode()
         def infer(observation: Mapping[str, Any]) -> dict[str, Any]:
-            state = torch.from_numpy(np.asarray(observation["observation/state"], np.float32))
-            batch: dict[str, Tensor] = {"observation.state": state[None].to(device)}
-            images = [value for key, value in observation.items() if "image" in key]
-            for index, (image, (mean, deviation)) in enumerate(zip(images, scales, strict=True)):
-                pixels = torch.from_numpy(image)[None].to(device).permute(0, 3, 1, 2).float() / 255
-                batch[f"observation.images.{index}"] = (pixels - mean) / deviation
+            batch = batch_of(observation, device, scales)
             return {"actions": policy.predict_action_chunk(batch).float().cpu().numpy()[0]}
 
         return infer
@@ -103,19 +98,11 @@ class ActBench(BenchCard[ActConfig, FrameInputs]):
 
 def _policy(config: ActConfig, device: str) -> Any:
     """Return lerobot's policy of the published size with random weights, in float32, as it is trained and run."""
-    try:
-        from lerobot.configs.types import FeatureType, PolicyFeature
+    with importing("ACT", "lerobot==0.6.1 torchvision"):
         from lerobot.policies.act.configuration_act import ACTConfig
         from lerobot.policies.act.modeling_act import ACTPolicy
-    except ImportError as error:
-        raise DependencyError(f"lerobot is not installed: pip install lerobot==0.6.1 torchvision ({error})") from error
-    features = {
-        f"observation.images.{index}": PolicyFeature(FeatureType.VISUAL, (3, camera.height, camera.width))
-        for index, camera in enumerate(config.cameras)
-    }
-    features["observation.state"] = PolicyFeature(FeatureType.STATE, (config.state_dim,))
     settings = ACTConfig(
-        input_features=features, output_features={"action": PolicyFeature(FeatureType.ACTION, (config.action_dim,))},
+        **features([(c.height, c.width) for c in config.cameras], config.state_dim, config.action_dim),
         chunk_size=config.action_horizon, n_action_steps=config.action_horizon, pretrained_backbone_weights=None,
         device=device,
     )  # fmt: skip

@@ -31,12 +31,10 @@ from vla_accel.kernels.image.ops import normalise_pixels
 from vla_accel.kernels.rows.rows import add_norm, post_norm
 from vla_accel.nn.resnet import ResNetWeights
 from vla_accel.nn.store import NativeStore
-from vla_accel.nn.weights import compute_dtype, fold
+from vla_accel.nn.weights import Affine, compute_dtype, fold
 from vla_accel.runtime import current
 
 _EPS = 1e-5
-Affine = tuple[Tensor, Tensor]
-"""Weight and bias of a norm, float32."""
 
 
 class ActStore(NativeStore[Act]):

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.errors import ConfigError, DependencyError
+from vla_accel.errors import ConfigError
 from vla_accel.families.bench import BenchCard, Infer, libero
 from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
 from vla_accel.families.diffusion_policy.network import DiffusionPolicyConfig
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
+from vla_accel.families.lerobot_bench import features, importing
 from vla_accel.nn.random_weights import Drawn
 from vla_accel.nn.resnet import ResNet
 from vla_accel.numeric import matmul_precision
@@ -53,6 +54,15 @@ class DrawnDiffusionPolicy(Drawn):
         return 0
 
 
+def random_moments(transforms: FrameProcessor, rng: np.random.Generator) -> dict[str, Any]:
+    """Return random images and states of all moments that a policy sees."""
+    preset, moments = transforms.preset, transforms.history
+    shapes = zip(preset.images, transforms.frame_shapes, strict=True)
+    images = {key: rng.integers(0, 256, (moments, *shape, 3), dtype=np.uint8) for key, shape in shapes}
+    states = [preset.split(transforms.state_at(rng.uniform(-1, 1, preset.state_dim))) for _ in range(moments)]
+    return {**images, **{key: np.stack([state[key] for state in states]) for key in states[0]}}
+
+
 class DiffusionPolicyBench(BenchCard[DiffusionPolicyConfig, FrameInputs]):
     """Diffusion Policy with one camera, as it was published."""
 
@@ -85,11 +95,7 @@ class DiffusionPolicyBench(BenchCard[DiffusionPolicyConfig, FrameInputs]):
 
     def random_observation(self, transforms: FrameProcessor, rng: np.random.Generator) -> dict[str, Any]:
         """An observation with its whole history."""
-        preset, moments = transforms.preset, transforms.history
-        shapes = zip(preset.images, transforms.frame_shapes, strict=True)
-        images = {key: rng.integers(0, 256, (moments, *shape, 3), dtype=np.uint8) for key, shape in shapes}
-        states = [preset.split(transforms.state_at(rng.uniform(-1, 1, preset.state_dim))) for _ in range(moments)]
-        return {**images, **{key: np.stack([state[key] for state in states]) for key in states[0]}}
+        return random_moments(transforms, rng)
 
     def internals(
         self, config: DiffusionPolicyConfig, outputs: Mapping[str, Tensor], inputs: FrameInputs
@@ -118,21 +124,11 @@ class DiffusionPolicyBench(BenchCard[DiffusionPolicyConfig, FrameInputs]):
 
 def _policy(config: DiffusionPolicyConfig, steps: int, device: str, *, compiled: bool) -> Any:
     """Return lerobot's policy of the published size with random weights, in float32, as it is trained and run."""
-    try:
-        from lerobot.configs.types import FeatureType, PolicyFeature
+    with importing("Diffusion Policy", "lerobot==0.6.1 torchvision diffusers"):
         from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
         from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
-    except ImportError as error:
-        raise DependencyError(
-            f"lerobot is not installed: pip install lerobot==0.6.1 torchvision diffusers ({error})"
-        ) from error
-    features = {
-        f"observation.images.{index}": PolicyFeature(FeatureType.VISUAL, (3, *config.frame))
-        for index in range(len(config.cameras))
-    }
-    features["observation.state"] = PolicyFeature(FeatureType.STATE, (config.state_dim,))
     settings = DiffusionConfig(
-        input_features=features, output_features={"action": PolicyFeature(FeatureType.ACTION, (config.action_dim,))},
+        **features([config.frame] * len(config.cameras), config.state_dim, config.action_dim),
         n_obs_steps=config.history, horizon=config.action_horizon, n_action_steps=8, crop_shape=config.crop,
         use_group_norm=True, use_separate_rgb_encoder_per_camera=False, pretrained_backbone_weights=None,
         num_inference_steps=steps, noise_scheduler_type=config.scheduler.kind, compile_model=compiled,

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import fitted
-from vla_accel.checkpoints.lerobot import buffers, features, length_of, read_processors, read_settings, required
+from vla_accel.checkpoints.lerobot import (
+    Processors,
+    buffers,
+    features,
+    length_of,
+    read_processors,
+    read_settings,
+    required,
+)
 from vla_accel.checkpoints.lerobot_statistics import ACTION, STATE
 from vla_accel.checkpoints.stacks import Shapes
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
@@ -66,22 +74,29 @@ def load_folder(
         history=config.history,
         first=config.history - 1,
     )
-    if len(saved.cameras) != len(config.cameras) or len(saved.state.low) != config.state_dim:
-        raise CheckpointError(
-            f"{path}: expected statistics of {len(config.cameras)} cameras and {config.state_dim} numbers of {STATE}, "
-            f"got those of {len(saved.cameras)} and {len(saved.state.low)}"
-        )
-    scaled = zip(config.cameras, processor.pixel_scales.astype(float).tolist(), strict=True)
-    cameras = tuple(
-        dataclasses.replace(c, mean=tuple(mean), deviation=tuple(deviation)) for c, (mean, deviation) in scaled
-    )
-    config = dataclasses.replace(config, cameras=cameras)
+    check_statistics(saved, len(config.cameras), config.state_dim, path)
+    config = dataclasses.replace(config, cameras=scaled(processor))
     model = DiffusionPolicy.empty(config)
     compiled = any(name.startswith(f"{_ROOT}unet.{_COMPILED}") for name in weights.shapes)
     recipe = {name: (Piece(stored_name(name, config, compiled=compiled)),) for name in model.state_dict()}
     counters = [name for name in weights.shapes if name.endswith(".num_batches_tracked")]
     dead = (*counters, *_places(weights, config, folder), *buffers(weights.shapes))
     return fitted(model, weights, recipe, str(folder), "its config.json", dead), processor
+
+
+def check_statistics(saved: Processors, cameras: int, state_dim: int, path: Path) -> None:
+    """Raise CheckpointError for statistics of other cameras or another state than config.json's at `path`."""
+    if len(saved.cameras) != cameras or len(saved.state.low) != state_dim:
+        raise CheckpointError(
+            f"{path}: expected statistics of {cameras} cameras and {state_dim} numbers of {STATE}, got those of "
+            f"{len(saved.cameras)} and {len(saved.state.low)}"
+        )
+
+
+def scaled(processor: FrameProcessor) -> tuple[Camera, ...]:
+    """Return the cameras of transforms, with the scales of their pixels."""
+    scales = zip(processor.frame_shapes, processor.pixel_scales.astype(float).tolist(), strict=True)
+    return tuple(Camera(*shape, tuple(mean), tuple(deviation)) for shape, (mean, deviation) in scales)
 
 
 def stored_name(name: str, config: DiffusionPolicyConfig, *, compiled: bool = False) -> str:
@@ -113,13 +128,8 @@ def _places(weights: Weights, config: DiffusionPolicyConfig, folder: Path) -> li
 def read_sizes(content: Mapping[str, Any], shapes: Shapes, path: Path) -> DiffusionPolicyConfig:
     """Return the sizes in a config.json; `shapes`: of the weights. Raises CheckpointError."""
     inputs, outputs = features(content, path)
-    others = [key for key, feature in inputs.items() if feature.get("type") != "VISUAL" and key != STATE]
-    if others:
-        raise CheckpointError(
-            f"{path}: input_features: expected cameras and {STATE}, got {', '.join(others)}: not supported"
-        )
-    frames = {key: _frame(f.get("shape"), path, key) for key, f in inputs.items() if f.get("type") == "VISUAL"}
-    resize = _size(content.get("resize_shape"), path, "resize_shape")
+    frames = read_frames(inputs, path)
+    resize = read_size(content.get("resize_shape"), path, "resize_shape")
     train_steps = size_of(content, "num_train_timesteps", path)
     separate = any(name.startswith(f"{_ROOT}rgb_encoder.0.") for name in shapes)
     if "use_separate_rgb_encoder_per_camera" in content:  # the first releases do not have it
@@ -130,7 +140,7 @@ def read_sizes(content: Mapping[str, Any], shapes: Shapes, path: Path) -> Diffus
                 required(content, "vision_backbone", str, path),
                 "group" if required(content, "use_group_norm", bool, path) else "batch",
             ),
-            cameras=tuple(Camera(height, width) for height, width in frames.values()),
+            cameras=tuple(Camera(height, width) for height, width in frames),
             resize=resize,
             crop=_crop(content, resize, path),
             shared_encoder=not separate,
@@ -146,14 +156,15 @@ def read_sizes(content: Mapping[str, Any], shapes: Shapes, path: Path) -> Diffus
             groups=size_of(content, "n_groups", path),
             time_dim=size_of(content, "diffusion_step_embed_dim", path),
             scaled=required(content, "use_film_scale_modulation", bool, path),
-            scheduler=_scheduler(content, train_steps, path),
+            scheduler=read_scheduler(content, train_steps, path),
             num_steps=size_of(content, "num_inference_steps", path, train_steps),
         )
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _scheduler(content: Mapping[str, Any], train_steps: int, path: Path) -> NoiseScheduler:
+def read_scheduler(content: Mapping[str, Any], train_steps: int, path: Path) -> NoiseScheduler:
+    """Return the noise scheduler in a config.json. Raises CheckpointError, ConfigError."""
     texts = [
         required(content, name, str, path) for name in ("noise_scheduler_type", "beta_schedule", "prediction_type")
     ]
@@ -168,15 +179,15 @@ def _scheduler(content: Mapping[str, Any], train_steps: int, path: Path) -> Nois
 def _crop(content: Mapping[str, Any], resize: Size | None, path: Path) -> Size | None:
     """Return the size of the centre that the ResNet sees. Where images are resized, lerobot takes `crop_ratio`."""
     if resize is None:
-        return _size(content.get("crop_shape"), path, "crop_shape")
+        return read_size(content.get("crop_shape"), path, "crop_shape")
     ratio = content.get("crop_ratio", 1.0)
     if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
         raise CheckpointError(f"{path}: crop_ratio: expected a number above 0, at most 1, got {ratio!r:.60}")
     return None if ratio == 1 else (int(resize[0] * ratio), int(resize[1] * ratio))
 
 
-def _size(value: Any, path: Path, name: str) -> Size | None:
-    """Return (height, width), None for null."""
+def read_size(value: Any, path: Path, name: str) -> Size | None:
+    """Return (height, width), None for null. Raises CheckpointError."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2:
@@ -185,9 +196,20 @@ def _size(value: Any, path: Path, name: str) -> Size | None:
     return height, width
 
 
+def read_frames(inputs: Mapping[str, Any], path: Path) -> list[Size]:
+    """Return height and width of each camera's feature. Raises CheckpointError for features other than cameras and the
+    state."""
+    others = [key for key, feature in inputs.items() if feature.get("type") != "VISUAL" and key != STATE]
+    if others:
+        raise CheckpointError(
+            f"{path}: input_features: expected cameras and {STATE}, got {', '.join(others)}: not supported"
+        )
+    return [_frame(f.get("shape"), path, key) for key, f in inputs.items() if f.get("type") == "VISUAL"]
+
+
 def _frame(shape: Any, path: Path, key: str) -> Size:
     """Return the height and width of a camera's feature."""
-    size = _size(shape[1:], path, key) if isinstance(shape, list) and shape[:1] == [3] else None
+    size = read_size(shape[1:], path, key) if isinstance(shape, list) and shape[:1] == [3] else None
     if size is None:
         raise CheckpointError(f"{path}: {key}: expected the shape (3, height, width), got {shape!r:.60}")
     return size

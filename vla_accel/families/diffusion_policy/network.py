@@ -306,7 +306,7 @@ class DiffusionPolicy(Network):
         weights = (film.weight for film in self.unet.films)
         return [F.linear(active.to(weight.dtype), weight[:, first:]).to(active.dtype) for weight in weights]
 
-    def time_tables(self, times: Sequence[int]) -> list[Tensor]:
+    def time_tables(self, times: Sequence[float]) -> list[Tensor]:
         """Return the time's part of each block's condition with its bias, (steps, n), for training steps."""
         unet, half = self.unet, self.config.time_dim // 2
         wide, device = unet.time_in.weight.dtype, unet.time_in.weight.device

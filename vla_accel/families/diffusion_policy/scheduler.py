@@ -30,7 +30,7 @@ class Step(NamedTuple):
     `x` is the noisy chunk, `e` the network's output at `time` (a training step), `z` standard normal noise.
     """
 
-    time: int
+    time: float
     x_of: float
     out_of: float
     clean: float

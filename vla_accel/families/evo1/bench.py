@@ -3,26 +3,22 @@ see CONTRIBUTING)."""
 
 from __future__ import annotations
 
-import functools
 import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.errors import DependencyError
-from vla_accel.families.bench import BenchCard, DummyTokenizer, Infer, libero, libero_observation
+from vla_accel.families.bench import BenchCard, DummyTokenizer, Infer, dummy_transforms, libero_observation
 from vla_accel.families.evo1.family import EVO1
 from vla_accel.families.evo1.network import Evo1Config, evo1
 from vla_accel.families.evo1.transforms import Evo1Processor
+from vla_accel.families.lerobot_bench import batch_of, cached_model, features, importing, without_hub
 from vla_accel.nn.random_weights import DrawnDit
-from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Inputs
 from vla_accel.transforms.robots import LIBERO
 
@@ -67,11 +63,7 @@ class Evo1Bench(BenchCard[Evo1Config, Inputs]):
         return evo1() if horizon is None else evo1(action_horizon=horizon)
 
     def dummy(self, config: Evo1Config, views: int) -> Evo1Processor:
-        return Evo1Processor(
-            tokenizer=PieceTokenizer(config.language.vocab_size), state=Normaliser.identity(LIBERO.state_dim),
-            actions=Normaliser.identity(LIBERO.action_dim), action_dim=config.action_dim,
-            max_token_len=config.max_token_len, preset=libero(views), config=config,
-        )  # fmt: skip
+        return dummy_transforms(Evo1Processor, config, views, PieceTokenizer(config.language.vocab_size), config=config)
 
     def random_observation(self, transforms: Evo1Processor, rng: np.random.Generator) -> dict[str, Any]:
         return libero_observation(transforms, transforms.image_shape, rng)
@@ -83,15 +75,10 @@ class Evo1Bench(BenchCard[Evo1Config, Inputs]):
         return {"image_tokens": outputs["image_tokens"][0], **kept}
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
-        return _lerobot(horizon, device).sampler(LEROBOT_MODES[name], steps)
+        return cached_model(_Lerobot, horizon, device).sampler(LEROBOT_MODES[name], steps)
 
 
 # -- lerobot ------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1)
-def _lerobot(horizon: int, device: str) -> _Lerobot:
-    return _Lerobot(horizon, device)
 
 
 class _Lerobot:
@@ -99,21 +86,16 @@ class _Lerobot:
     float32, all under autocast to BF16 on a GPU."""
 
     def __init__(self, horizon: int, device: str) -> None:
-        try:
-            from lerobot.configs.types import FeatureType, PolicyFeature
+        with importing("Evo-1"):
             from lerobot.policies.evo1 import internvl3_embedder
             from lerobot.policies.evo1.configuration_evo1 import Evo1Config as TheirConfig
             from lerobot.policies.evo1.modeling_evo1 import Evo1Policy
             from transformers import InternVLConfig, InternVLModel
-        except ImportError as error:
-            raise DependencyError(f"lerobot's Evo-1 is not installed: pip install lerobot==0.6.1 ({error})") from error
         self.device, sizes = torch.device(device), evo1()
         side = sizes.vision.side
-        features = {f"observation.images.{i}": PolicyFeature(FeatureType.VISUAL, (3, side, side)) for i in range(2)}
-        features["observation.state"] = PolicyFeature(FeatureType.STATE, (LIBERO.state_dim,))
         config = TheirConfig(
-            input_features=features, chunk_size=horizon, n_action_steps=horizon, device=device,
-            output_features={"action": PolicyFeature(FeatureType.ACTION, (LIBERO.action_dim,))},
+            chunk_size=horizon, n_action_steps=horizon, device=device,
+            **features([(side, side)] * 2, LIBERO.state_dim, LIBERO.action_dim),
         )  # fmt: skip
         theirs = InternVLConfig(**_sizes(sizes), image_token_id=_IMAGE, image_seq_length=sizes.vision.image_tokens)
 
@@ -123,8 +105,7 @@ class _Lerobot:
             return made.to(torch_dtype)
 
         parts = {"AutoModel": model, "AutoTokenizer": lambda *_, **__: _Tokens(sizes.vision.image_tokens)}
-        made: dict[str, Any] = {name: SimpleNamespace(from_pretrained=part) for name, part in parts.items()}
-        with patch.multiple(internvl3_embedder, **made), self.device:
+        with without_hub(internvl3_embedder, parts), self.device:
             self.policy: Any = Evo1Policy(config).eval()
 
     def sampler(self, mode: str | None, steps: int) -> Infer:
@@ -137,14 +118,7 @@ class _Lerobot:
         @torch.inference_mode()
         def infer(observation: Mapping[str, Any]) -> dict[str, Any]:
             policy.model.action_head.num_inference_timesteps = steps
-            views = [v for k, v in observation.items() if "image" in k]
-            # As in lerobot's own server: bytes are copied, and converted to floats on the device.
-            batch: dict[str, Any] = {
-                f"observation.images.{i}": torch.from_numpy(view).to(self.device).permute(2, 0, 1)[None].float() / 255
-                for i, view in enumerate(views)
-            }
-            state = torch.from_numpy(np.asarray(observation["observation/state"], np.float32)).to(self.device)
-            batch |= {"observation.state": state[None], "task": ["task"]}
+            batch = {**batch_of(observation, self.device), "task": ["task"]}
             return {"actions": policy.predict_action_chunk(batch).cpu().numpy()[0]}
 
         return infer

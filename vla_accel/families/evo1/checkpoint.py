@@ -27,7 +27,7 @@ from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.evo1.network import Evo1, Evo1Config, HeadConfig
 from vla_accel.families.evo1.transforms import Evo1Processor, Gripper, arrangement_of
-from vla_accel.families.overrides import check_vocabulary, resized, robot_of
+from vla_accel.families.overrides import check_vocabulary, resized, robot_of, transforms_of
 from vla_accel.nn.intern_vision import InternVisionConfig
 from vla_accel.nn.qwen_language import QwenConfig
 from vla_accel.transforms.robots import Preset
@@ -82,17 +82,9 @@ def load_folder(
     config = replace(read_sizes(weights.shapes, content, path), arrangement=arrangement_of(tokenizer, slots))
     config = resized(config, settings)
     check_vocabulary(tokenizer, config.language.vocab_size, settings)
-    processor = Evo1Processor(
-        tokenizer=tokenizer,
-        state=saved.state,
-        actions=saved.actions,
-        action_dim=config.action_dim,
-        max_token_len=config.max_token_len,
-        default_prompt=settings.default_prompt,
-        preset=robot_of(_required_cameras(saved.preset, content, path), settings),
-        config=config,
-        gripper=_gripper(content, saved.preset.action_dim, path),
-    )
+    gripper = _gripper(content, saved.preset.action_dim, path)
+    robot = replace(saved, preset=robot_of(_required_cameras(saved.preset, content, path), settings))
+    processor = transforms_of(Evo1Processor, config, robot, tokenizer, settings, config=config, gripper=gripper)
     model, embodiments = Evo1.empty(config), size_of(content, "num_categories", path, 1)
     entry = content.get("default_embodiment_id")
     entry = 0 if entry is None else entry

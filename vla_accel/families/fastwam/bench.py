@@ -3,7 +3,6 @@ index, on Python 3.12; see CONTRIBUTING)."""
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.errors import DependencyError
 from vla_accel.families.bench import PROMPT, BenchCard, Infer, libero, libero_observation
 from vla_accel.families.fastwam.family import FASTWAM
 from vla_accel.families.fastwam.network import FastWamConfig, fastwam
 from vla_accel.families.fastwam.text import Prompts
 from vla_accel.families.fastwam.transforms import FastWamInputs, FastWamProcessor
+from vla_accel.families.lerobot_bench import cached_model, importing
 from vla_accel.nn.random_weights import Drawn
 from vla_accel.nn.wan import WanConfig
 from vla_accel.transforms.normalisation import Normaliser
@@ -97,22 +96,17 @@ class FastWamBench(BenchCard[FastWamConfig, FastWamInputs]):
         return {"image_tokens": outputs["image_tokens"][0], **kept}
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
-        return _lerobot(horizon, device).sampler(LEROBOT_MODES[name], steps)
+        return cached_model(_Lerobot, fastwam(action_horizon=horizon), device).sampler(LEROBOT_MODES[name], steps)
 
 
 # -- lerobot ------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1)
-def _lerobot(horizon: int, device: str) -> _Lerobot:
-    return _Lerobot(fastwam(action_horizon=horizon), device)
 
 
 class _Lerobot:
     """lerobot's `FastWAMPolicy` with random weights in BF16. Its prompt is encoded ahead."""
 
     def __init__(self, ours: FastWamConfig, device: str) -> None:
-        try:
+        with importing("FastWAM"):
             from diffusers import AutoencoderKLWan
             from lerobot.configs.types import FeatureType, PolicyFeature
             from lerobot.policies.fastwam import modeling_fastwam
@@ -122,10 +116,6 @@ class _Lerobot:
                 default_video_dit_config,
             )
             from lerobot.policies.fastwam.wan.adapters import WanVideoVAE38
-        except ImportError as error:
-            raise DependencyError(
-                f"lerobot's FastWAM is not installed: pip install lerobot==0.6.1 ({error})"
-            ) from error
         self.device = torch.device(device)
         # On a CPU lerobot has no autocast, which its BF16 needs.
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.errors import DependencyError
 from vla_accel.families.bench import BenchCard, Infer, libero, libero_observation
 from vla_accel.families.groot.family import GROOT, GROOT_N15, GROOT_N16, GrootFamily
 from vla_accel.families.groot.images import Cropping
@@ -20,6 +18,7 @@ from vla_accel.families.groot.modalities import Group, Groups
 from vla_accel.families.groot.network import GrootConfig, groot_n15, groot_n16, groot_n17
 from vla_accel.families.groot.releases import N15
 from vla_accel.families.groot.transforms import GrootProcessor
+from vla_accel.families.lerobot_bench import cached_model, importing
 from vla_accel.families.qwen_bench import PieceTokenizer, qwen_ids, qwen_patches
 from vla_accel.nn.random_weights import DrawnDit
 from vla_accel.transforms.processing import Inputs
@@ -95,15 +94,10 @@ class GrootBench(BenchCard[GrootConfig, Inputs]):
         return {"image_tokens": outputs["image_tokens"][0], **deepstack, **cache}
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
-        return _lerobot(horizon, device).sampler(LEROBOT_MODES[name], steps)
+        return cached_model(_Lerobot, horizon, device).sampler(LEROBOT_MODES[name], steps)
 
 
 # -- lerobot ------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1)
-def _lerobot(horizon: int, device: str) -> _Lerobot:
-    return _Lerobot(horizon, device)
 
 
 class _Lerobot:
@@ -111,10 +105,8 @@ class _Lerobot:
     normalized and split into patches on the device, which is less work than in lerobot's own processor."""
 
     def __init__(self, horizon: int, device: str) -> None:
-        try:
+        with importing("GR00T"):
             from lerobot.policies.groot.groot_n1_7 import GR00TN17, GR00TN17Config
-        except ImportError as error:
-            raise DependencyError(f"lerobot's GR00T is not installed: pip install lerobot==0.6.1 ({error})") from error
         self.device = torch.device(device)
         with self.device:
             model = GR00TN17(GR00TN17Config(action_horizon=horizon), load_backbone_weights=False)

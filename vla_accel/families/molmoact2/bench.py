@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import zlib
@@ -14,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from vla_accel.errors import DependencyError
 from vla_accel.families.bench import (
     BenchCard,
     DenoisingBench,
@@ -23,6 +21,7 @@ from vla_accel.families.bench import (
     dummy_processor,
     libero_observation,
 )
+from vla_accel.families.lerobot_bench import cached_model, importing
 from vla_accel.families.molmoact2.family import MOLMOACT2
 from vla_accel.families.molmoact2.network import MolmoAct2Config, molmoact2
 from vla_accel.families.molmoact2.transforms import MolmoProcessor, MolmoPrompt
@@ -103,15 +102,10 @@ class MolmoAct2Bench(DenoisingBench[MolmoAct2Config]):
         return BenchCard.calibrate(self, model, inputs, source)
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
-        return _lerobot(horizon, device).sampler(graph=LEROBOT_MODES[name], steps=steps)
+        return cached_model(_Lerobot, horizon, device).sampler(graph=LEROBOT_MODES[name], steps=steps)
 
 
 # -- lerobot ------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1)
-def _lerobot(horizon: int, device: str) -> _Lerobot:
-    return _Lerobot(horizon, device)
 
 
 class _Lerobot:
@@ -119,17 +113,13 @@ class _Lerobot:
     patches on the device, which is less work than in its own processor."""
 
     def __init__(self, horizon: int, device: str) -> None:
-        try:
+        with importing("MolmoAct2"):
             from lerobot.policies.molmoact2.molmoact2_hf_model.configuration_molmoact2 import (
                 MolmoAct2Config as Published,
             )
             from lerobot.policies.molmoact2.molmoact2_hf_model.modeling_molmoact2 import (
                 MolmoAct2ForConditionalGeneration,
             )
-        except ImportError as error:
-            raise DependencyError(
-                f"lerobot's MolmoAct2 is not installed: pip install lerobot==0.6.1 ({error})"
-            ) from error
         self.device, self.ours = torch.device(device), molmoact2(action_horizon=horizon)
         config = Published(**published_sizes(self.ours))
         config._attn_implementation = "sdpa"

@@ -15,16 +15,11 @@ import numpy as np
 
 from vla_accel.checkpoints.checkpoint import fitted
 from vla_accel.checkpoints.lerobot import (
-    Processors,
     denoising_steps,
-    features,
     is_lerobot_config,
-    read_processors,
     read_settings,
     required,
 )
-from vla_accel.checkpoints.lerobot_settings import ACTION_FRAME, PACK, STATE_FRAME
-from vla_accel.checkpoints.lerobot_statistics import STATE
 from vla_accel.checkpoints.settings import Setting, check
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
@@ -35,14 +30,13 @@ from vla_accel.families.molmoact2.network import (
     MolmoAct2Config,
     MolmoExpertConfig,
     MolmoTextConfig,
-    MolmoVisionConfig,
 )
+from vla_accel.families.molmoact2.robot import lerobot_robot, published_robot
 from vla_accel.families.molmoact2.settings import ADAPTER, EXPERT, IMAGES, KNOWN, MODEL, PROCESSOR, TEXT, VISION
-from vla_accel.families.molmoact2.transforms import Joints, MolmoProcessor, MolmoPrompt
-from vla_accel.families.overrides import processor_of, resized, robot_of
+from vla_accel.families.molmoact2.transforms import MolmoProcessor, MolmoPrompt
+from vla_accel.families.overrides import processor_of, resized
+from vla_accel.nn.molmo_vision import MolmoVisionConfig
 from vla_accel.numeric import round_up
-from vla_accel.transforms.normalisation import Normaliser, finite_array, scale_between
-from vla_accel.transforms.robots import Preset
 from vla_accel.transforms.tokenizer import Tokenizer, files_from_hub, load_line_tokenizer
 
 MODEL_TYPE = "molmoact2"
@@ -76,8 +70,6 @@ _SMALL = {
     "expert.dense": "final_layer.modulation.linear", "time_mlp_in": "time_embed.1", "time_mlp_out": "time_embed.3",
     "action_in_proj": "action_embed", "action_out_proj": "final_layer.linear",
 }  # fmt: skip
-# lerobot's budget of a prompt, in tokens: words that are always the same, an instruction, and a margin.
-_VIEW_TOKENS, _WORDS, _UNIT = 196, 80 + 32 + 32, 64
 
 
 def load_folder(
@@ -88,15 +80,13 @@ def load_folder(
     content = read_json(path)
     if saved := is_lerobot_config(content):
         content = read_settings(path, (MODEL_TYPE,))
-        source = settings.checkpoint.tokenizer or required(content, "checkpoint_path", str, path)
-        hint = ", or name the folder of the model that it was trained from as checkpoint.tokenizer"
-        base = files_from_hub(source, _FILES, hint)
-        config, tokenizer = read_model(base), load_line_tokenizer(base, None, source)
-        config, robot, fields = _lerobot(folder, content, weights, config, settings)
+        base, config = authors_folder(content, path, settings)
+        tokenizer = load_line_tokenizer(base, None, str(base))
+        config, robot, fields = lerobot_robot(folder, content, weights, config, settings)
     else:
         config, tokenizer = read_model(folder), load_line_tokenizer(folder, settings.checkpoint.tokenizer, str(folder))
         base = folder
-        config, robot, fields = _published(folder, config, settings)
+        config, robot, fields = published_robot(folder, config, settings)
     prompt = _with_tokens(fields["prompt"], tokenizer, base, config)
     config = _laid_out(config, prompt, tokenizer, base, len(robot.preset.images))
     config = resized(config, settings)
@@ -104,12 +94,27 @@ def load_folder(
         MolmoProcessor, config, robot, tokenizer, settings, discrete_state=True,
         padded_state=robot.preset.state_dim, **{**fields, "prompt": prompt},
     )  # fmt: skip
-    model, start = MolmoAct2.empty(config), "model." if saved else ""
+    return load_network(weights, config, str(folder), "model." if saved else ""), processor
+
+
+def authors_folder(
+    content: Mapping[str, Any], path: Path, settings: PolicyConfig
+) -> tuple[Path, MolmoAct2Config]:  # fmt: skip
+    """Return the folder that lerobot's config.json names, or its copy from the hub, and the sizes in it."""
+    source = settings.checkpoint.tokenizer or required(content, "checkpoint_path", str, path)
+    hint = ", or name the folder of the model that it was trained from as checkpoint.tokenizer"
+    base = files_from_hub(source, _FILES, hint)
+    return base, read_model(base)
+
+
+def load_network(weights: Weights, config: MolmoAct2Config, where: str, start: str) -> MolmoAct2:
+    """Return the network. `start`: precedes the names of the stored tensors."""
+    model = MolmoAct2.empty(config)
     recipe = {
         name: tuple(replace(piece, name=start + piece.name) for piece in pieces(name, config, weights.shapes, start))
         for name in model.state_dict()
     }
-    return fitted(model, weights, recipe, str(folder), "MolmoAct2", [start + name for name in _DEAD]), processor
+    return fitted(model, weights, recipe, where, "MolmoAct2", [start + name for name in _DEAD])
 
 
 def pieces(
@@ -287,176 +292,14 @@ def _laid_out(
     """Return the config with where the images of a prompt are, and which tokens the expert does not see."""
     edge, between = prompt.layout(tokenizer)
     content = read_json(base / "config.json")
-    eos, hidden = content.get("eos_token_id"), ()
-    if content.get("action_mode") == "both" and eos is not None:
-        if type(eos) is not int:
-            raise CheckpointError(f"{base / 'config.json'}: eos_token_id: expected a token, got {eos!r:.60}")
-        ids = prompt.tokens(tokenizer, prompt.text("do it", np.zeros(1), views), views)
-        found = [index if index == 0 else index - len(ids) for index, token in enumerate(ids) if token == eos]
-        hidden = tuple(sorted(found, key=lambda index: (index < 0, index)))
-    return replace(config, edge=edge, between=between, hidden=hidden)
+    eos = content.get("eos_token_id") if content.get("action_mode") == "both" else None
+    if eos is not None and type(eos) is not int:
+        raise CheckpointError(f"{base / 'config.json'}: eos_token_id: expected a token, got {eos!r:.60}")
+    ids = prompt.tokens(tokenizer, prompt.text("do it", np.zeros(1), views), views)
+    return replace(config, edge=edge, between=between, hidden=hidden_tokens(ids, eos))
 
 
-# -- the robot ----------------------------------------------------------------------------------------------------
-
-
-def _lerobot(
-    folder: Path, content: Mapping[str, Any], weights: Weights, config: MolmoAct2Config,
-    settings: PolicyConfig,
-) -> tuple[MolmoAct2Config, Processors, dict[str, Any]]:  # fmt: skip
-    """Return sizes, robot and more fields of the transforms of lerobot's folder."""
-    path = folder / "config.json"
-    if (tag := settings.checkpoint.embodiment) is not None:
-        raise ConfigError(f"checkpoint.embodiment: lerobot's folder has one robot, expected none, got {tag!r}")
-    saved = read_processors(folder, content, "stretched", weights)
-    pack, where = saved.before[PACK], folder / "policy_preprocessor.json"
-    keys = required(pack, "image_keys", list, where)
-    inputs, _ = features(content, path)
-    cameras = [name for name, feature in inputs.items() if feature.get("type") == "VISUAL"]
-    if not keys or len(set(keys)) != len(keys) or not set(keys) <= set(cameras):
-        raise CheckpointError(
-            f"{where}: image_keys: expected some of {', '.join(cameras)}, each once, got {keys!r:.200}"
-        )
-    # The step decides which cameras there are, and their order.
-    others = {name: feature for name, feature in inputs.items() if name not in cameras}
-    ordered = {**{key: inputs[key] for key in keys}, **others}
-    saved = read_processors(folder, {**content, "input_features": ordered}, "stretched", weights)
-    if any(camera.kind != "identity" for camera in saved.cameras):
-        raise CheckpointError(
-            f"{path}: normalization_mapping: VISUAL: expected IDENTITY, as lerobot's MolmoAct2 has it"
-        )
-    horizon = size_of(content, "chunk_size", path)
-    if pack.get("chunk_size") != horizon:
-        raise CheckpointError(f"{where}: chunk_size: expected config.json's {horizon}, got {pack.get('chunk_size')}")
-    preset = robot_of(saved.preset, settings)
-    fallback = required(pack, "allow_image_key_fallback", bool, where)
-    if not settings.preset:
-        preset = replace(preset, optional_images=preset.images if fallback else ())
-    names = {word: required(pack, word, str, where) for word in ("setup_type", "control_mode")}
-    wrap = {word: required(pack, f"add_{word.partition('_')[0]}_tokens", bool, where) for word in names}
-    prompt = _prompt(
-        names, wrap, required(pack, "normalize_language", bool, where), size_of(pack, "num_state_tokens", where)
-    )
-    stated = content.get("num_inference_steps")
-    config = replace(
-        config, action_horizon=horizon, real_actions=_real(pack, config, saved, where),
-        num_steps=config.num_steps if stated is None else denoising_steps(content, "num_inference_steps", path),
-        max_token_len=_longest(config, preset, pack.get("max_sequence_length"), where),
-    )  # fmt: skip
-    fields = {
-        "prompt": prompt, "joints": _joints(saved, folder), "plain_state": saved.state.unscaled,
-        # Their order in a preset of the user's is the user's.
-        "by_name": () if settings.preset else tuple(sorted(range(len(keys)), key=keys.__getitem__)),
-    }  # fmt: skip
-    return config, replace(saved, preset=preset), fields
-
-
-def _real(pack: Mapping[str, Any], config: MolmoAct2Config, saved: Processors, where: Path) -> int:
-    real, expected = size_of(pack, "env_action_dim", where), saved.preset.action_dim
-    if real != expected or real > config.action_dim:
-        raise CheckpointError(f"{where}: env_action_dim: expected {expected}, at most {config.action_dim}, got {real}")
-    return real
-
-
-def _longest(config: MolmoAct2Config, preset: Preset, stated: object, where: Path) -> int:
-    """The longest prompt without its images: lerobot bounds it with them."""
-    views = len(preset.images)
-    whole = round_up(views * _VIEW_TOKENS + _WORDS + preset.state_dim, _UNIT)
-    whole = whole if stated is None else size_of({"max_sequence_length": stated}, "max_sequence_length", where)
-    if (longest := whole - views * config.image_tokens) < 1:
-        raise CheckpointError(f"{where}: max_sequence_length: expected more than {views} images' tokens, got {whole}")
-    return longest
-
-
-def _joints(saved: Processors, folder: Path) -> Joints | None:
-    found = []
-    for steps, name in ((saved.before, STATE_FRAME), (saved.after, ACTION_FRAME)):
-        step = steps.get(name, {})
-        values = [
-            finite_array(step.get(word), f"{folder}: {name}: {word}") for word in ("joint_signs", "joint_offsets")
-        ]
-        signs, offsets = values
-        if (signs is None) != (offsets is None) or (
-            signs is not None and offsets is not None and len(signs) != len(offsets)
-        ):
-            raise CheckpointError(f"{folder}: {name}: expected as many joint_signs as joint_offsets, or neither")
-        found.append(None if signs is None or offsets is None else Joints(signs, offsets))
-    state, action = found
-    same = (state is None) == (action is None)
-    if state is not None and action is not None:
-        same = np.array_equal(state.signs, action.signs) and np.array_equal(state.offsets, action.offsets)
-        fits = len(state.signs) <= min(saved.preset.state_dim, saved.preset.action_dim)
-        if not fits or not np.array_equal(abs(state.signs), np.ones(len(state.signs))):
-            raise CheckpointError(
-                f"{folder}: joint_signs: expected 1 or -1 for joints of state and action, got {state.signs}"
-            )
-    if not same:
-        raise CheckpointError(f"{folder}: expected the same joint_signs and joint_offsets of state and actions")
-    return state
-
-
-def _prompt(words: Mapping[str, str], wrap: Mapping[str, bool], clean: bool, bins: int) -> MolmoPrompt:
-    wrapped = []
-    for name, word in words.items():
-        start, end = (f"<{name.partition('_')[0]}_{side}>" for side in ("start", "end"))
-        done = word.startswith(start) and word.endswith(end)
-        wrapped.append(f"{start}{word}{end}" if word and wrap[name] and not done else word)
-    return MolmoPrompt(0, "<im_start><im_end>", *wrapped, clean=clean, bins=bins)
-
-
-def _published(
-    folder: Path, config: MolmoAct2Config, settings: PolicyConfig
-) -> tuple[MolmoAct2Config, Processors, dict[str, Any]]:  # fmt: skip
-    """As `_lerobot`, of the authors' layout: norm_stats.json describes one robot or several."""
-    path = folder / "config.json"
-    content = read_json(path)
-    statistics = folder / str(content.get("norm_stats_filename") or "norm_stats.json")
-    table = read_json(statistics)
-    tags = required(table, "metadata_by_tag", dict, statistics)
-    tag = settings.checkpoint.embodiment or (next(iter(tags)) if len(tags) == 1 else None)
-    if not isinstance(tags.get(tag), dict):
-        raise ConfigError(
-            f"checkpoint.embodiment: expected a robot of {statistics.name}, {', '.join(tags) or 'which has none'}, got "
-            f"{tag!r}"
-        )
-    robot, where = tags[tag], Path(f"{statistics}: {tag}")
-    mode = table.get("norm_mode", "min_max")
-    if mode not in (names := {"q01_q99": ("q01", "q99"), "min_max": ("min", "max"), "q10_q90": ("q10", "q90")}):
-        raise CheckpointError(f"{statistics}: norm_mode: expected {' or '.join(names)}, got {mode!r:.60}")
-    state, actions = (
-        _scale(robot.get(f"{name}_stats"), names[mode], f"{where}: {name}_stats") for name in ("state", "action")
-    )
-    still = _still(robot["state_stats"], f"{where}: state_stats")
-    cameras = robot.get("camera_keys")
-    if not isinstance(cameras, list) or not cameras or not all(isinstance(key, str) for key in cameras):
-        raise CheckpointError(f"{where}: camera_keys: expected the names of cameras, got {cameras!r:.60}")
-    if (steps := content.get("n_obs_steps")) != 1:
-        raise CheckpointError(f"{path}: n_obs_steps: expected 1: a policy of several observations, got {steps!r:.60}")
-    real, horizon = len(actions.low), size_of(robot, "action_horizon", where, config.action_horizon)
-    if real > config.action_dim or horizon > config.action_horizon:
-        raise CheckpointError(
-            f"{where}: expected at most {config.action_horizon} actions of {config.action_dim} numbers"
-        )
-    preset = Preset(tuple(cameras), (STATE,), len(state.low), real, "task", tuple(cameras), resize="stretched")
-    preset = robot_of(preset, settings)
-    names = {word: str(robot.get(word) or "") for word in ("setup_type", "control_mode")}
-    wrap = {word: _flag(content, f"add_{word.partition('_')[0]}_tokens", path) for word in names}
-    prompt = _prompt(names, wrap, True, size_of(content, "num_state_tokens", path))
-    config = replace(
-        config, real_actions=real, action_horizon=horizon, max_token_len=_longest(config, preset, None, where)
-    )
-    return config, Processors(preset, state, actions), {"prompt": prompt, "still": still}
-
-
-def _flag(content: Mapping[str, Any], key: str, path: Path) -> bool:
-    return required({key: True, **content}, key, bool, path)
-
-
-def _scale(table: Any, ends: tuple[str, str], where: str) -> Normaliser:
-    return replace(scale_between(table, ends, lambda span: np.maximum(span, 1e-6), where), single=True)
-
-
-def _still(table: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """The numbers that never vary."""
-    least, most = (finite_array(table.get(name), f"{where}: {name}") for name in ("min", "max"))
-    return () if least is None or most is None else tuple(np.flatnonzero(least == most).tolist())
+def hidden_tokens(ids: Sequence[int], eos: int | None) -> tuple[int, ...]:
+    """Return the places of `eos` in a prompt, as `MolmoAct2Config.hidden`: from its end except the first token's."""
+    found = [index if index == 0 else index - len(ids) for index, token in enumerate(ids) if token == eos]
+    return tuple(sorted(found, key=lambda index: (index < 0, index)))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from vla_accel.families.bench import BenchCard, DummyTokenizer, libero, libero_observation
+from vla_accel.families.bench import BenchCard, DummyTokenizer, dummy_transforms, libero_observation
 from vla_accel.families.openvla_oft.family import OPENVLA_OFT
 from vla_accel.families.openvla_oft.network import OpenVlaOft, OpenVlaOftConfig, openvla_oft
 from vla_accel.families.openvla_oft.transforms import OftProcessor
@@ -18,9 +18,7 @@ from vla_accel.fp8 import Scales
 from vla_accel.kernels import reference
 from vla_accel.nn.calibration import Measuring, measured_scales
 from vla_accel.nn.random_weights import BRANCH_ENDS, Drawn
-from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Inputs
-from vla_accel.transforms.robots import LIBERO
 
 
 class DrawnOft(Drawn):
@@ -92,12 +90,8 @@ class OftBench(BenchCard[OpenVlaOftConfig, Inputs]):
         return openvla_oft() if horizon is None else openvla_oft(action_horizon=horizon)
 
     def dummy(self, config: OpenVlaOftConfig, views: int) -> OftProcessor:
-        return OftProcessor(
-            tokenizer=DummyTokenizer(config.language.vocab_size), state=Normaliser.identity(LIBERO.state_dim),
-            actions=Normaliser.identity(LIBERO.action_dim), action_dim=config.action_dim,
-            max_token_len=config.max_token_len, preset=libero(views), side=config.dino.image_size,
-            state_dim=config.state_dim, gripper=None,
-        )  # fmt: skip
+        fields = {"side": config.dino.image_size, "state_dim": config.state_dim, "gripper": None}
+        return dummy_transforms(OftProcessor, config, views, DummyTokenizer(config.language.vocab_size), **fields)
 
     def random_observation(self, transforms: OftProcessor, rng: np.random.Generator) -> dict[str, Any]:
         return libero_observation(transforms, (transforms.side, transforms.side), rng)

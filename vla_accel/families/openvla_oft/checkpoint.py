@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
+from vla_accel.checkpoints.lerobot import Processors
 from vla_accel.checkpoints.lora import fold, read_lora
 from vla_accel.checkpoints.qwen import language_pieces
 from vla_accel.checkpoints.settings import check, fixed, neutral, read, refuse
@@ -32,7 +33,7 @@ from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
 from vla_accel.families.openvla_oft.network import LlamaConfig, OpenVlaOft, OpenVlaOftConfig, TowerConfig
 from vla_accel.families.openvla_oft.transforms import BOS, OftProcessor
-from vla_accel.families.overrides import check_vocabulary, resized, robot_of
+from vla_accel.families.overrides import check_vocabulary, resized, robot_of, transforms_of
 from vla_accel.nn.mlp_head import stored_name
 from vla_accel.transforms.normalisation import Normaliser, finite_array, scale_between
 from vla_accel.transforms.robots import ALOHA, LIBERO, Preset, load_preset
@@ -155,10 +156,10 @@ def load_folder(
     state = Normaliser.identity(preset.state_dim)
     if config.state_dim:
         state = scaling(statistics, "proprio", robot.ends, config.state_dim, run)
-    processor = OftProcessor(
-        tokenizer=tokenizer, state=state, actions=scaling(statistics, "action", robot.ends, config.action_dim, run),
-        action_dim=config.action_dim, max_token_len=config.max_token_len, default_prompt=settings.default_prompt,
-        preset=preset, side=config.dino.image_size, state_dim=config.state_dim, before=robot.before,
+    saved = Processors(preset, state, scaling(statistics, "action", robot.ends, config.action_dim, run))
+    processor = transforms_of(
+        OftProcessor, config, saved, tokenizer, settings,
+        side=config.dino.image_size, state_dim=config.state_dim, before=robot.before,
         gripper=robot.gripper if preset.state == robot.preset.state else None,
     )  # fmt: skip
     model = OpenVlaOft.empty(config)

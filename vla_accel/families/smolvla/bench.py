@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
 
-import numpy as np
 import torch
 
-from vla_accel.errors import DependencyError
 from vla_accel.families.bench import DenoisingBench, Infer, dummy_processor
+from vla_accel.families.lerobot_bench import batch_of, importing, without_hub
 from vla_accel.families.smolvla.family import SMOLVLA
 from vla_accel.families.smolvla.network import SmolVlaConfig, smolvla, smolvla_demo
 from vla_accel.numeric import matmul_precision
@@ -53,13 +51,11 @@ class SmolVlaBench(DenoisingBench[SmolVlaConfig]):
 def lerobot_policy(horizon: int, device: str, compiled: bool, steps: int) -> Any:
     """Return lerobot's policy of the published size with random weights, in the dtypes of its loaded checkpoint: BF16
     except for the small projections and those of the prefix's keys and values."""
-    try:
+    with importing("SmolVLA"):
         from lerobot.configs.types import FeatureType, PolicyFeature
         from lerobot.policies.smolvla import smolvlm_with_expert
         from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
         from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-    except ImportError as error:
-        raise DependencyError(f"lerobot is not installed: pip install lerobot==0.6.1 ({error})") from error
     config = SmolVLAConfig(
         input_features={"observation.state": PolicyFeature(FeatureType.STATE, (8,))},
         output_features={"action": PolicyFeature(FeatureType.ACTION, (7,))},
@@ -90,27 +86,18 @@ def _without_hub(module: Any) -> Any:
     whole: dict[str, Any] = {"vision_config": vision, "text_config": text, "pad_token_id": 0}
     config = SmolVLMConfig(**whole, scale_factor=ours.shuffle)
     tokenizer = SimpleNamespace(fake_image_token_id=1, global_image_token_id=2)
-    dummies = {"AutoConfig": config, "AutoProcessor": SimpleNamespace(tokenizer=tokenizer)}
-    made: dict[str, Any] = {
-        name: SimpleNamespace(from_pretrained=lambda _, dummy=dummy: dummy) for name, dummy in dummies.items()
-    }
-    return patch.multiple(module, **made)
+    return without_hub(module, {"AutoConfig": config, "AutoProcessor": SimpleNamespace(tokenizer=tokenizer)})
 
 
 @torch.inference_mode()
 def _infer(policy: Any, device: str, observation: Mapping[str, Any]) -> dict[str, Any]:
     from lerobot.configs.types import FeatureType, PolicyFeature
 
-    images = {f"observation.images.{i}": v for i, v in enumerate(v for k, v in observation.items() if "image" in k)}
+    batch = batch_of(observation, device)
     if not policy.config.image_features:
-        for key, image in images.items():
-            policy.config.input_features[key] = PolicyFeature(FeatureType.VISUAL, (3, *image.shape[:2]))
-    batch: dict[str, Any] = {}
-    for key, image in images.items():
-        # As in lerobot's own server: bytes are copied, and converted to floats on the device.
-        batch[key] = torch.from_numpy(image)[None].to(device).permute(0, 3, 1, 2).float() / 255
-    state = torch.from_numpy(np.asarray(observation["observation/state"], np.float32))
-    batch["observation.state"] = state[None].to(device)
+        for key, image in batch.items():
+            if "images" in key:
+                policy.config.input_features[key] = PolicyFeature(FeatureType.VISUAL, tuple(image.shape[1:]))
     batch["observation.language.tokens"] = torch.arange(2, _TOKENS + 2, device=device)[None]
     batch["observation.language.attention_mask"] = torch.ones(1, _TOKENS, dtype=torch.bool, device=device)
     return {"actions": policy.predict_action_chunk(batch).float().cpu().numpy()[0]}

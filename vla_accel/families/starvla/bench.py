@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vla_accel.families.bench import BenchCard, libero, libero_observation
+from vla_accel.families.bench import BenchCard, dummy_transforms, libero_observation
 from vla_accel.families.qwen_bench import QueryTokenizer
 from vla_accel.families.starvla.checkpoint import END, QUERY, oft_suffix
 from vla_accel.families.starvla.family import STARVLA_GROOT, STARVLA_OFT, STARVLA_PI, StarVlaFamily
@@ -17,9 +17,7 @@ from vla_accel.families.starvla.network import starvla_groot, starvla_oft, starv
 from vla_accel.families.vla_jepa.network import VlaJepaConfig
 from vla_accel.families.vla_jepa.transforms import VlaJepaProcessor
 from vla_accel.nn.random_weights import DrawnDit
-from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Inputs
-from vla_accel.transforms.robots import LIBERO
 
 _TEMPLATE = (
     "Your task is {instruction}. To identify the key objects for your task. Locate their bounding boxes in "
@@ -52,11 +50,9 @@ class StarVlaBench(BenchCard[VlaJepaConfig, Inputs]):
 
     def dummy(self, config: VlaJepaConfig, views: int) -> VlaJepaProcessor:
         template = _TEMPLATE.replace("{instruction}", "{instruction}" + oft_suffix(config.condition))
-        return VlaJepaProcessor(
-            tokenizer=QueryTokenizer(config.language.vocab_size, QUERY), state=Normaliser.identity(LIBERO.state_dim),
-            actions=Normaliser.identity(LIBERO.action_dim), action_dim=config.action_dim,
-            max_token_len=config.max_token_len, preset=libero(views), config=config, template=template + END,
-            condition=0 if config.condition else None, clipped=False,
+        return dummy_transforms(
+            VlaJepaProcessor, config, views, QueryTokenizer(config.language.vocab_size, QUERY), config=config,
+            template=template + END, condition=0 if config.condition else None, clipped=False,
         )  # fmt: skip
 
     def random_observation(self, transforms: VlaJepaProcessor, rng: np.random.Generator) -> dict[str, Any]:

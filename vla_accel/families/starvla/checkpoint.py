@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
-from vla_accel.checkpoints.lerobot import denoising_steps
+from vla_accel.checkpoints.lerobot import Processors, denoising_steps
 from vla_accel.checkpoints.stacks import Shapes, layer_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, unknown
-from vla_accel.families.overrides import check_vocabulary, resized, robot_of
+from vla_accel.families.overrides import check_vocabulary, resized, robot_of, transforms_of
 from vla_accel.families.qwen import TOKENIZER
 from vla_accel.families.starvla.network import OftConfig, QwenOft
 from vla_accel.families.starvla.robots import MIXES, Robot, Scaling
@@ -79,22 +79,15 @@ def load_folder(framework: str, folder: Path, settings: PolicyConfig) -> tuple[V
     if config.head.state and robot.state is not None:
         state = _scaling(statistics, "state", robot.state, robot.preset.state_dim, folder)
     gripper = Gripper(robot.preset.action_dim - 1, 0.5)
-    processor = VlaJepaProcessor(
-        tokenizer=tokenizer,
-        state=state,
-        actions=_scaling(statistics, "action", robot.actions, robot.preset.action_dim, folder),
-        action_dim=config.action_dim,
-        max_token_len=config.max_token_len,
-        default_prompt=settings.default_prompt,
-        preset=robot_of(robot.preset, settings),
-        config=config,
-        template=template,
-        condition=condition,
+    actions = _scaling(statistics, "action", robot.actions, robot.preset.action_dim, folder)
+    processor = transforms_of(
+        VlaJepaProcessor, config, Processors(robot_of(robot.preset, settings), state, actions), tokenizer, settings,
+        config=config, template=template, condition=condition,
         clip_state=1.0 if robot.state == "q99" and config.head.state else None,
         binary_state=robot.preset.state_dim - 1 if robot.binary else None,
         snap=gripper if robot.binary else None,
         binarize=None if robot.binary else gripper,
-    )
+    )  # fmt: skip
     model = (QwenOft if oft else VlaJepa).empty(config)
     recipe = {name: _pieces(name, config, weights.shapes) for name in model.state_dict()}
     dead = list(NAMES.dead)

@@ -3,25 +3,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.errors import DependencyError
-from vla_accel.families.bench import BenchCard, Infer, libero, libero_observation
+from vla_accel.families.bench import BenchCard, Infer, dummy_transforms, libero_observation
+from vla_accel.families.lerobot_bench import cached_model, features, importing, without_hub
 from vla_accel.families.qwen_bench import IMAGE, QueryTokenizer, qwen_ids, qwen_patches
 from vla_accel.families.vla_jepa.family import VLA_JEPA
 from vla_accel.families.vla_jepa.network import VlaJepaConfig, vla_jepa
 from vla_accel.families.vla_jepa.transforms import VlaJepaProcessor
 from vla_accel.nn.random_weights import DrawnDit
-from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Inputs
 from vla_accel.transforms.robots import LIBERO
 
@@ -58,12 +54,8 @@ class VlaJepaBench(BenchCard[VlaJepaConfig, Inputs]):
     def dummy(self, config: VlaJepaConfig, views: int) -> VlaJepaProcessor:
         tokenizer = QueryTokenizer(config.language.vocab_size, _EMBODIED)
         template = _TEMPLATE.replace("{actions}", _ACTIONS).replace("{e_actions}", _EMBODIED * config.condition)
-        return VlaJepaProcessor(
-            tokenizer=tokenizer, state=Normaliser.identity(LIBERO.state_dim),
-            actions=Normaliser.identity(LIBERO.action_dim), action_dim=config.action_dim,
-            max_token_len=config.max_token_len, preset=libero(views), config=config, template=template,
-            condition=0, clipped=False,
-        )  # fmt: skip
+        fields = {"config": config, "template": template, "condition": 0, "clipped": False}
+        return dummy_transforms(VlaJepaProcessor, config, views, tokenizer, **fields)
 
     def random_observation(self, transforms: VlaJepaProcessor, rng: np.random.Generator) -> dict[str, Any]:
         return libero_observation(transforms, transforms.image_shape, rng)
@@ -74,15 +66,10 @@ class VlaJepaBench(BenchCard[VlaJepaConfig, Inputs]):
         return {"image_tokens": outputs["image_tokens"][0], **kept}
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
-        return _lerobot(horizon, device).sampler(LEROBOT_MODES[name], steps)
+        return cached_model(_Lerobot, horizon, device).sampler(LEROBOT_MODES[name], steps)
 
 
 # -- lerobot ------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1)
-def _lerobot(horizon: int, device: str) -> _Lerobot:
-    return _Lerobot(horizon, device)
 
 
 class _Lerobot:
@@ -90,31 +77,22 @@ class _Lerobot:
     Images are normalized and split into patches on the device, which is less work than in Qwen's own processor."""
 
     def __init__(self, horizon: int, device: str) -> None:
-        try:
-            from lerobot.configs.types import FeatureType, PolicyFeature
+        with importing("VLA-JEPA"):
             from lerobot.policies.vla_jepa import qwen_interface
             from lerobot.policies.vla_jepa.configuration_vla_jepa import VLAJEPAConfig
             from lerobot.policies.vla_jepa.modeling_vla_jepa import VLAJEPAModel
             from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-        except ImportError as error:
-            raise DependencyError(
-                f"lerobot's VLA-JEPA is not installed: pip install lerobot==0.6.1 ({error})"
-            ) from error
         self.device, ours = torch.device(device), vla_jepa()
-        features = {f"observation.images.{i}": PolicyFeature(FeatureType.VISUAL, (3, 256, 256)) for i in range(2)}
         config = VLAJEPAConfig(
-            input_features=features, output_features={"action": PolicyFeature(FeatureType.ACTION, (7,))},
+            **features([(256, 256)] * 2, None, LIBERO.action_dim),
             chunk_size=horizon, n_action_steps=horizon, enable_world_model=False, device=device,
             resize_images_to=ours.resize,
         )  # fmt: skip
         qwen = Qwen3VLConfig(**_sizes(ours))
         with self.device:
             vlm = Qwen3VLForConditionalGeneration(qwen).bfloat16()
-        parts: dict[str, Any] = {"Qwen3VLForConditionalGeneration": vlm, "AutoProcessor": _Processor()}
-        made: dict[str, Any] = {
-            name: SimpleNamespace(from_pretrained=lambda *_, part=part, **__: part) for name, part in parts.items()
-        }
-        with patch.multiple(qwen_interface, **made), self.device:
+        parts = {"Qwen3VLForConditionalGeneration": vlm, "AutoProcessor": _Processor()}
+        with without_hub(qwen_interface, parts), self.device:
             self.model: Any = VLAJEPAModel(config).eval()
         self.model.qwen.build_inputs = self._inputs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from vla_accel.checkpoints.stacks import Shapes, depth_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.overrides import check_vocabulary, resized, robot_of
+from vla_accel.families.overrides import check_vocabulary, resized, robot_of, transforms_of
 from vla_accel.families.qwen import TOKENIZER
 from vla_accel.families.vla_jepa.network import Size, VlaJepa, VlaJepaConfig
 from vla_accel.families.vla_jepa.transforms import Gripper, VlaJepaProcessor
@@ -139,21 +139,11 @@ def load_folder(
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER)
     template, condition = _prompt(tokenizer, config, content, path)
     check_vocabulary(tokenizer, config.language.vocab_size, settings)
-    processor = VlaJepaProcessor(
-        tokenizer=tokenizer,
-        state=saved.state,
-        actions=saved.actions,
-        action_dim=config.action_dim,
-        max_token_len=config.max_token_len,
-        default_prompt=settings.default_prompt,
-        preset=robot_of(saved.preset, settings),
-        config=config,
-        template=template,
-        condition=condition,
-        clipped=CLIP in saved.after,
-        snap=_gripper(saved, SNAP, path),
-        binarize=_gripper(saved, BINARIZE, path),
-    )
+    processor = transforms_of(
+        VlaJepaProcessor, config, replace(saved, preset=robot_of(saved.preset, settings)), tokenizer, settings,
+        config=config, template=template, condition=condition, clipped=CLIP in saved.after,
+        snap=_gripper(saved, SNAP, path), binarize=_gripper(saved, BINARIZE, path),
+    )  # fmt: skip
     model = VlaJepa.empty(config)
     recipe = {name: NAMES.pieces(name, config) for name in model.state_dict()}
     recipe["embed.weight"] = (Piece(NAMES.table(weights.shapes)),)

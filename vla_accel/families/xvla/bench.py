@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.errors import DependencyError
-from vla_accel.families.bench import BenchCard, DummyTokenizer, Infer, libero, libero_observation
+from vla_accel.families.bench import BenchCard, DummyTokenizer, Infer, dummy_transforms, libero_observation
+from vla_accel.families.lerobot_bench import batch_of, cached_model, features, importing
 from vla_accel.families.xvla.calibration import calibrate
 from vla_accel.families.xvla.family import XVLA
 from vla_accel.families.xvla.network import XvlaConfig, xvla
@@ -22,9 +21,7 @@ from vla_accel.fp8 import Scales
 from vla_accel.nn.random_weights import BRANCH_ENDS, Drawn
 from vla_accel.numeric import matmul_precision
 from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
-from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.processing import Inputs
-from vla_accel.transforms.robots import LIBERO
 
 LEROBOT_MODES: dict[str, tuple[str, bool]] = {
     "lerobot-eager": ("float32", False), "lerobot-eager-bf16": ("bfloat16", False),
@@ -73,11 +70,7 @@ class XvlaBench(BenchCard[XvlaConfig, Inputs]):
         return xvla() if horizon is None else xvla(action_horizon=horizon)
 
     def dummy(self, config: XvlaConfig, views: int) -> XvlaProcessor:
-        return XvlaProcessor(
-            tokenizer=DummyTokenizer(config.encoder.vocab_size), state=Normaliser.identity(LIBERO.state_dim),
-            actions=Normaliser.identity(LIBERO.action_dim), action_dim=config.action_dim,
-            max_token_len=config.max_token_len, preset=libero(views), config=config,
-        )  # fmt: skip
+        return dummy_transforms(XvlaProcessor, config, views, DummyTokenizer(config.encoder.vocab_size), config=config)
 
     def random_observation(self, transforms: XvlaProcessor, rng: np.random.Generator) -> dict[str, Any]:
         return libero_observation(transforms, transforms.image_shape, rng, transforms.ordinary_prompt())
@@ -92,7 +85,7 @@ class XvlaBench(BenchCard[XvlaConfig, Inputs]):
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         dtype, compiled = LEROBOT_MODES[name]
         with matmul_precision():
-            policy = _policy(self.published(horizon), dtype, device)
+            policy = cached_model(_policy, self.published(horizon), dtype, device)
             policy.config.num_denoising_steps = steps
             if compiled:
                 policy.model.transformer = torch.compile(policy.model.transformer, mode="max-autotune-no-cudagraphs")
@@ -100,42 +93,28 @@ class XvlaBench(BenchCard[XvlaConfig, Inputs]):
 
 
 def _infer(policy: Any, config: XvlaConfig, device: str) -> Infer:
-    # As lerobot's server: bytes are copied, and converted to floats and normalised on the device.
-    mean, deviation = (torch.tensor(x, device=device)[:, None, None] for x in (IMAGENET_MEAN, IMAGENET_DEVIATION))
+    scale = torch.tensor((IMAGENET_MEAN, IMAGENET_DEVIATION), device=device)[..., None, None]
     tokens = torch.full((1, config.max_token_len), config.pad_token, device=device)
     tokens[:, :20] = torch.arange(1000, 1020, device=device)
     domain = torch.zeros(1, dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def infer(observation: Mapping[str, Any]) -> dict[str, Any]:
-        state = torch.from_numpy(np.asarray(observation["observation/state"], np.float32))
-        batch: dict[str, Any] = {
-            "observation.state": state[None].to(device), "observation.language.tokens": tokens, "domain_id": domain
-        }  # fmt: skip
-        images = [value for key, value in observation.items() if "image" in key]
-        for index, image in enumerate(images):
-            pixels = torch.from_numpy(image)[None].to(device).permute(0, 3, 1, 2).float() / 255
-            batch[f"observation.images.{index}"] = (pixels - mean) / deviation
+        batch = batch_of(observation, device, [scale] * config.views)
+        batch |= {"observation.language.tokens": tokens, "domain_id": domain}
         return {"actions": policy.predict_action_chunk(batch).float().cpu().numpy()[0]}
 
     return infer
 
 
-@functools.lru_cache(maxsize=1)
 def _policy(config: XvlaConfig, dtype: str, device: str) -> Any:
     """Return lerobot's policy of the published size with random weights."""
-    try:
-        from lerobot.configs.types import FeatureType, PolicyFeature
+    with importing("X-VLA"):
         from lerobot.policies.xvla.configuration_xvla import XVLAConfig
         from lerobot.policies.xvla.modeling_xvla import XVLAPolicy
-    except ImportError as error:
-        raise DependencyError(f"lerobot's X-VLA is not installed: pip install lerobot==0.6.1 ({error})") from error
-    feature: Callable[..., Any] = PolicyFeature
-    images = {f"observation.images.{i}": feature(FeatureType.VISUAL, (3, 224, 224)) for i in range(2)}
     settings = XVLAConfig(
         florence_config=florence(config), chunk_size=config.action_horizon, n_action_steps=config.action_horizon,
-        input_features={**images, "observation.state": feature(FeatureType.STATE, (config.state_dim,))},
-        output_features={"action": feature(FeatureType.ACTION, (config.action_dim,))}, dtype=dtype,
+        **features([(224, 224)] * 2, config.state_dim, config.action_dim), dtype=dtype,
         max_state_dim=config.state_dim, num_image_views=config.views, tokenizer_max_length=config.max_token_len,
         resize_imgs_with_padding=config.image_size, device=device,
     )  # fmt: skip

@@ -4,7 +4,6 @@ transforms."""
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,22 +23,22 @@ from vla_accel.checkpoints.lerobot_settings import DOMAIN, IMAGENET, TO_AXIS_ANG
 from vla_accel.checkpoints.lerobot_statistics import ACTION
 from vla_accel.checkpoints.settings import check, fixed, neutral, read
 from vla_accel.checkpoints.stacks import Shapes, depth_of, shapes_by_name
-from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, read_json, size_of
+from vla_accel.checkpoints.weights import SafetensorsWeights, Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError
-from vla_accel.families.overrides import check_vocabulary, resized, warn_of_contradictions
-from vla_accel.families.xvla.davit import DavitConfig, Size, Stage
-from vla_accel.families.xvla.network import EncoderConfig, Xvla, XvlaConfig
+from vla_accel.families.overrides import check_vocabulary, resized, transforms_of, warn_of_contradictions
+from vla_accel.families.xvla.names import SIGN, TOWER, StoredNames
+from vla_accel.families.xvla.network import Xvla, XvlaConfig
 from vla_accel.families.xvla.transforms import XvlaProcessor
+from vla_accel.nn.bart import BartConfig
+from vla_accel.nn.davit import DavitConfig, Size, Stage
 from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
 from vla_accel.transforms.normalisation import Normaliser
-from vla_accel.transforms.robots import LIBERO, XVLA_LIBERO, Preset, load_preset
+from vla_accel.transforms.robots import LIBERO, XVLA_LIBERO, load_preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 _log = logging.getLogger("vla_accel")
 TOKENIZER = "facebook/bart-large"
-SIGN = "transformer.soft_prompt_hub.weight"
-"""A tensor of every X-VLA, without lerobot's prefix."""
 LIBERO_DOMAIN = 3
 
 
@@ -78,159 +77,39 @@ _OWN = (
 )
 """The fields of its config.json."""
 
-# -- names of tensors ---------------------------------------------------------------------------------------------
-
-_TOWER, _TEXT = "vlm.vision_tower.", "vlm.language_model."
-_HALVES = (
-    ("spatial_block", "window_attn", "conv1", "norm1"), ("spatial_block", "ffn", "conv2", "norm2"),
-    ("channel_block", "channel_attn", "conv1", "norm1"), ("channel_block", "ffn", "conv2", "norm2"),
-)  # fmt: skip
-_PRODUCTS = {"qkv_proj": "qkv", "out_proj": "proj", "fc1": "fc1", "fc2": "fc2"}
-_BLOCK = {
-    "layer_norm1": "norm1", "qkv_proj": "attn.qkv", "out_proj": "attn.proj", "layer_norm2": "norm2", "fc1": "mlp.fc1",
-    "fc2": "mlp.fc2",
-}  # fmt: skip
-_ENCODER = {
-    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "out_proj": ("self_attn.out_proj",),
-    "norm1": ("self_attn_layer_norm",), "norm2": ("final_layer_norm",), "fc1": ("fc1",), "fc2": ("fc2",),
-    "positions": ("embed_positions",), "norm": ("layernorm_embedding",),
-}  # fmt: skip
-_PROJECTOR = {
-    "rows": "image_position_embed.row_embeddings", "columns": "image_position_embed.column_embeddings",
-    "projector_norm": "image_proj_norm",
-}  # fmt: skip
-_DOMAIN_PARTS = {
-    "action_in": "action_encoder", "action_out": "action_decoder", "text_proj": "vlm_proj",
-    "view_proj": "aux_visual_proj",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class StoredNames:
-    """Names of stored tensors.
-
-    Attributes:
-        prefix: lerobot's before every name.
-        old: Whether Florence-2 has the names of its first implementation, as up to lerobot 0.6.0.
-        domain: The domain whose weights are read.
-        table: The name of the token table.
-    """
-
-    prefix: str
-    old: bool
-    domain: int
-    table: str
-
-    @classmethod
-    def of(cls, shapes: Shapes, domain: int) -> StoredNames:
-        """Find out how the tensors of a file are named."""
-        prefix = "model." if f"model.{SIGN}" in shapes else ""
-        old = f"{prefix}vlm.image_projection" in shapes
-        tables = [f"{prefix}{name}" for name in _tables(old)]
-        return cls(prefix, old, domain, next((name for name in tables if name in shapes), tables[0]))
-
-    def dead(self, shapes: Shapes) -> list[str]:
-        """Tensors that nothing reads: the text decoder and its head, and the token table's other name."""
-        text = re.escape(f"{self.prefix}{_TEXT}") + r"(model\.)?(decoder\.|lm_head\.|final_logits_bias)"
-        return [n for n in shapes if re.match(text, n) or n in {f"{self.prefix}{table}" for table in _tables(self.old)}]
-
-    def pieces(self, name: str, config: XvlaConfig) -> tuple[Piece, ...]:
-        """Return the stored tensors that make up one canonical tensor, in order along its first axis."""
-        if name == "embed.weight":
-            return (Piece(self.table),)
-        return tuple(replace(piece, name=self.prefix + piece.name) for piece in self._pieces(name, config))
-
-    def _pieces(self, name: str, config: XvlaConfig) -> tuple[Piece, ...]:
-        part, _, rest = name.partition(".")
-        if part == "vision":
-            return (Piece(_TOWER + self._vision(rest)),)
-        if part == "encoder":
-            return self._encoder(rest, config.encoder.width)
-        if part == "layers":
-            index, module, leaf = rest.split(".")
-            return (Piece(f"transformer.blocks.{index}.{_BLOCK[module]}.{leaf}"),)
-        if part == "norm":
-            return (Piece(f"transformer.{name}"),)
-        if part == "position_embedding":
-            return (Piece("transformer.pos_emb", frame=True),)
-        if part == "soft_prompts":
-            return (Piece(SIGN, entry=self.domain),)
-        if part in _DOMAIN_PARTS:
-            stored = f"transformer.{_DOMAIN_PARTS[part]}.{rest}"
-            if part.endswith("_proj") and not config.own_projections:
-                return (Piece(stored),)
-            return (Piece(f"{stored}.weight", entry=self.domain),)
-        return (self._projector(part, rest),)
-
-    def _projector(self, part: str, leaf: str) -> Piece:
-        start = "vlm." if self.old else "vlm.multi_modal_projector."
-        if part == "projector":
-            return Piece(f"{start}image_projection", transposed=True) if self.old else Piece(
-                f"{start}image_projection.weight"
-            )  # fmt: skip
-        if part == "frame":
-            return Piece(f"{start}visual_temporal_embed.pos_idx_to_embed", entry=0)
-        stored = _PROJECTOR[part].replace("position", "pos") if self.old else _PROJECTOR[part]
-        return Piece(f"{start}{stored}.{leaf}")
-
-    def _vision(self, name: str) -> str:
-        _, stage, module, *rest = name.split(".")
-        if module in ("conv", "norm"):
-            stored = "proj" if self.old and module == "conv" else module
-            return f"convs.{stage}.{stored}.{rest[0]}"
-        index, inner, leaf = rest
-        block, branch, conv, norm = _HALVES[int(index) % 4]
-        start = f"blocks.{stage}.{int(index) // 4}.{block}."
-        if inner == "conv":
-            return f"{start}{conv}.fn.dw.{leaf}" if self.old else f"{start}{conv}.{leaf}"
-        if inner == "norm":
-            return f"{start}{branch}.norm.{leaf}" if self.old else f"{start}{norm}.{leaf}"
-        wrapped = ("fn.net." if branch == "ffn" else "fn.") if self.old else ""
-        return f"{start}{branch}.{wrapped}{_PRODUCTS[inner]}.{leaf}"
-
-    def _encoder(self, name: str, width: int) -> tuple[Piece, ...]:
-        start = f"{_TEXT}model.encoder." if self.old else f"{_TEXT}encoder."
-        if not name.startswith("layers."):
-            part, leaf = name.split(".")
-            return (Piece(f"{start}{_ENCODER[part][0]}.{leaf}"),)
-        _, index, module, leaf = name.split(".")
-        names = [f"{start}layers.{index}.{part}.{leaf}" for part in _ENCODER[module]]
-        return tuple(Piece(n, width if len(names) > 1 else None) for n in names)
-
-
-def _tables(old: bool) -> tuple[str, str]:
-    start = f"{_TEXT}model." if old else _TEXT
-    return f"{start}shared.weight", f"{start}encoder.embed_tokens.weight"
-
-
 # -- folders ------------------------------------------------------------------------------------------------------
 
 
 def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = None) -> tuple[Xvla, XvlaProcessor]:
     """Return the network and the robot's transforms (`Family.load`)."""
     path, weights = folder / "config.json", weights or SafetensorsWeights(folder)
-    content = read_json(path)
-    saved = None
+    content, saved, tokens = read_json(path), None, _TEXT_TOKENS
     if is_lerobot_config(content):
         content = read_settings(path, ("xvla",))
         saved = read_processors(folder, content, "corner", weights)
+        tokens = _text_tokens(saved, path)
     else:
         check(content, _OWN, path, "X-VLA's own project")
-    names = StoredNames.of(weights.shapes, domain_of(saved, settings, folder))
-    config = resized(read_sizes(weights.shapes, names, content, saved, path), settings)
-    model = Xvla.empty(config)
-    recipe = {name: names.pieces(name, config) for name in model.state_dict()}
-    fitted(model, weights, recipe, str(folder), "X-VLA", names.dead(weights.shapes))
+    model = load_network(weights, domain_of(saved, settings, folder), content, path, tokens, settings)
     hub = (saved and saved.tokenizer) or content.get("tokenizer_name") or TOKENIZER
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, hub)
+    config = model.config
     check_vocabulary(tokenizer, config.encoder.vocab_size, settings)
-    robot, state, actions = robot_of(saved, settings, content, path)
-    processor = XvlaProcessor(
-        tokenizer=tokenizer, state=state, actions=actions, action_dim=config.action_dim,
-        max_token_len=config.max_token_len, default_prompt=settings.default_prompt, preset=robot, config=config,
-        frame_shape=_frame_shape(content, saved, path), resizes=saved is not None,
+    processor = transforms_of(
+        XvlaProcessor, config, robot_of(saved, settings, content, path), tokenizer, settings, config=config,
+        frame_shape=_frame_shape(content, path), resizes=saved is not None,
     )  # fmt: skip
     return model, processor
+
+
+def load_network(
+    weights: Weights, domain: int, content: Mapping[str, Any], path: Path, tokens: int, settings: PolicyConfig
+) -> Xvla:  # fmt: skip
+    """Return the network of a domain. `content`: of config.json at `path`; `tokens`: of a prompt, with its padding."""
+    names = StoredNames.of(weights.shapes, domain)
+    model = Xvla.empty(resized(read_sizes(weights.shapes, names, content, path, tokens), settings))
+    recipe = {name: names.pieces(name, model.config) for name in model.state_dict()}
+    return fitted(model, weights, recipe, str(path.parent), "X-VLA", names.dead(weights.shapes))
 
 
 def domain_of(saved: Processors | None, settings: PolicyConfig, folder: Path) -> int:
@@ -251,9 +130,7 @@ def domain_of(saved: Processors | None, settings: PolicyConfig, folder: Path) ->
     )
 
 
-def robot_of(
-    saved: Processors | None, settings: PolicyConfig, content: Mapping[str, Any], path: Path
-) -> tuple[Preset, Normaliser, Normaliser]:
+def robot_of(saved: Processors | None, settings: PolicyConfig, content: Mapping[str, Any], path: Path) -> Processors:
     """Return the robot with the scaling of its state and its actions.
 
     Raises:
@@ -296,15 +173,13 @@ def robot_of(
     )
     if posed and actions.kind != "identity":
         raise CheckpointError(f"{path}: {ACTION}: expected no scaling of poses that become axis-angles, found one")
-    return robot, state, actions
+    return Processors(robot, state, actions)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
 
 
-def read_sizes(
-    shapes: Shapes, names: StoredNames, content: Mapping[str, Any], saved: Processors | None, path: Path
-) -> XvlaConfig:
+def read_sizes(shapes: Shapes, names: StoredNames, content: Mapping[str, Any], path: Path, tokens: int) -> XvlaConfig:
     """Return the architecture that the shapes show, checked against config.json.
 
     Raises:
@@ -332,13 +207,13 @@ def read_sizes(
         config = XvlaConfig(
             vision=_vision(shapes, names, florence, path), encoder=_encoder(shapes, names, florence, path), width=width,
             depth=depth_of(shapes, f"{names.prefix}transformer.blocks."), heads=size_of(content, "num_heads", path, 16),
-            mlp_dim=stored("transformer.blocks.0.mlp.fc1.weight", 2)[0], image_size=_image_size(content, saved, path),
-            views=_views(content, saved, path), soft_prompts=soft // width,
+            mlp_dim=stored("transformer.blocks.0.mlp.fc1.weight", 2)[0], image_size=_image_size(content, path),
+            views=_views(content, path), soft_prompts=soft // width,
             positions=stored("transformer.pos_emb", 3)[1], time_dim=time_dim, own_projections=own,
             grippers=mode.grippers, state_dim=state_dim, action_dim=action_dim,
-            action_horizon=size_of(content, "num_actions" if saved is None else "chunk_size", path, 30),
+            action_horizon=size_of(content, "chunk_size" if is_lerobot_config(content) else "num_actions", path, 30),
             num_steps=denoising_steps(content, "num_denoising_steps", path),
-            max_token_len=_text_tokens(content, saved, path), pad_token=_pad_token(florence, path),
+            max_token_len=tokens, pad_token=_pad_token(florence, path),
         )  # fmt: skip
     except ConfigError as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
@@ -372,10 +247,9 @@ def _vision(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], pat
     sources = content.get("image_feature_source", _SOURCES)
     if [*sources] != _SOURCES:
         raise CheckpointError(f"{path}: image_feature_source: expected {_SOURCES}, got {sources!r:.60}")
-    tower = f"{names.prefix}{_TOWER}"
+    tower, found = names.prefix + TOWER, shapes_by_name(shapes, "", str(path.parent))
     count = depth_of(shapes, f"{tower}convs.")
-    found = shapes_by_name(shapes, tower, str(path.parent))
-    convs = [found(f"convs.{i}.{'proj' if names.old else 'conv'}.weight", 4) for i in range(count)]
+    convs = [found(names(f"vision.stages.{i}.conv.weight"), 4) for i in range(count)]
     widths = [conv[0] for conv in convs]
 
     def each(name: str, default: Any) -> list[Any]:
@@ -395,31 +269,22 @@ def _vision(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], pat
             each("patch_prenorm", [False, *[True] * (count - 1)]), strict=True,
         ))
     ]  # fmt: skip
-    mlp = _vision_name(names, 0, 1, "fc1")
-    table = shapes_by_name(shapes, "", str(path.parent))(names.prefix + names._projector("rows", "weight").name, 2)
-    return DavitConfig(
-        tuple(stages), size_of(content, "window_size", path, 12), found(mlp, 2)[0] // widths[0], table[0]
-    )  # fmt: skip
+    hidden, rows = found(names("vision.stages.0.halves.1.fc1.weight"), 2)[0], found(names("rows.weight"), 2)[0]
+    return DavitConfig(tuple(stages), size_of(content, "window_size", path, 12), hidden // widths[0], rows)
 
 
 _SOURCES = ["spatial_avg_pool", "temporal_avg_pool"]
 
 
-def _vision_name(names: StoredNames, stage: int, half: int, module: str) -> str:
-    return names._vision(f"stages.{stage}.halves.{half}.{module}.weight")
-
-
-def _encoder(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], path: Path) -> EncoderConfig:
+def _encoder(shapes: Shapes, names: StoredNames, florence: Mapping[str, Any], path: Path) -> BartConfig:
     content = required(florence, "text_config", dict, path)
     _expect(content, path, "text_config", activation_function=("gelu",), scale_embedding=(False,))
-    stored = shapes_by_name(shapes, names.prefix, str(path.parent))
-    (positions,) = names._encoder("positions.weight", 0)
-    (first,) = names._encoder("layers.0.fc1.weight", 0)
-    rows, width = stored(positions.name, 2)
-    table = shapes_by_name(shapes, "", str(path.parent))(names.table, 2)
-    depth = depth_of(shapes, names.prefix + first.name.partition("0.fc1")[0])
-    heads = size_of(content, "encoder_attention_heads", path, 16)
-    return EncoderConfig(width, depth, stored(first.name, 2)[0], heads, table[0], rows)
+    stored, layer = shapes_by_name(shapes, "", str(path.parent)), names("encoder.layers.0.fc1.weight")
+    rows, width = stored(names("encoder.positions.weight"), 2)
+    return BartConfig(
+        width, depth_of(shapes, layer.partition("0.fc1")[0]), stored(layer, 2)[0],
+        size_of(content, "encoder_attention_heads", path, 16), stored(names.table, 2)[0], rows,
+    )  # fmt: skip
 
 
 def _expect(content: Any, path: Path, where: str, **values: tuple[Any, ...]) -> None:
@@ -438,18 +303,16 @@ def _pad_token(florence: Mapping[str, Any], path: Path) -> int:
     return value
 
 
-def _text_tokens(content: Mapping[str, Any], saved: Processors | None, path: Path) -> int:
-    """The length of prompts; X-VLA's own project has 50 tokens."""
-    if saved is None:
-        return _TEXT_TOKENS
+def _text_tokens(saved: Processors, path: Path) -> int:
+    """The length of prompts with their padding."""
     padding = saved.before.get(TOKENIZE, {}).get("padding", "max_length")
     if padding != "max_length":
         raise CheckpointError(f"{path.parent}: {TOKENIZE}: padding: expected max_length, got {padding!r:.60}")
     return saved.max_token_len
 
 
-def _image_size(content: Mapping[str, Any], saved: Processors | None, path: Path) -> Size | None:
-    if saved is None:
+def _image_size(content: Mapping[str, Any], path: Path) -> Size | None:
+    if not is_lerobot_config(content):
         file = path.with_name("preprocessor_config.json")
         images = read_json(file) if file.is_file() else {}
         mean, deviation = [*IMAGENET_MEAN], [*IMAGENET_DEVIATION]
@@ -464,9 +327,9 @@ def _image_size(content: Mapping[str, Any], saved: Processors | None, path: Path
     return value[0], value[1]
 
 
-def _frame_shape(content: Mapping[str, Any], saved: Processors | None, path: Path) -> Size:
+def _frame_shape(content: Mapping[str, Any], path: Path) -> Size:
     """The size of the first camera's images."""
-    if saved is None:
+    if not is_lerobot_config(content):
         return 224, 224
     shapes = [f.get("shape") for f in features(content, path)[0].values() if f.get("type") == "VISUAL"]
     if not shapes or not isinstance(shapes[0], list) or len(shapes[0]) != 3:
@@ -474,9 +337,9 @@ def _frame_shape(content: Mapping[str, Any], saved: Processors | None, path: Pat
     return shapes[0][1], shapes[0][2]
 
 
-def _views(content: Mapping[str, Any], saved: Processors | None, path: Path) -> int:
+def _views(content: Mapping[str, Any], path: Path) -> int:
     """The views, as lerobot counts them when it loads a folder: a camera that it saved as empty counts twice."""
-    if saved is None:
+    if not is_lerobot_config(content):
         return _VIEWS
     cameras = sum(feature.get("type") == "VISUAL" for feature in features(content, path)[0].values())
     empty = content.get("empty_cameras", 0)

@@ -15,9 +15,9 @@ from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.errors import ConfigError, ObservationError
 from vla_accel.families.family import Capabilities, Family, Rows, Shape
 from vla_accel.families.xvla.checkpoint import SIGN, load_folder
-from vla_accel.families.xvla.davit import Size
 from vla_accel.families.xvla.native import QUANTISED, XvlaStore
 from vla_accel.families.xvla.network import StepConstants, Xvla, XvlaConfig
+from vla_accel.nn.davit import Size
 from vla_accel.nn.fixed import Fixed
 from vla_accel.nn.flow import Schedule
 from vla_accel.transforms.observations import Observed

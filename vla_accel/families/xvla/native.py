@@ -15,24 +15,18 @@ from torch.nn import functional as F
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
-from vla_accel.families.xvla.davit import Size
-from vla_accel.families.xvla.native_vision import Affine, NativeVision, VisionWeights
-from vla_accel.families.xvla.network import EPS, EncoderConfig, Xvla, XvlaConfig
+from vla_accel.families.xvla.native_vision import NativeVision, VisionWeights
+from vla_accel.families.xvla.network import Xvla, XvlaConfig
 from vla_accel.fp8 import Products
-from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.choice import choose
-from vla_accel.kernels.attention.config import AttentionShape
-from vla_accel.kernels.attention.ops import attend
-from vla_accel.kernels.gemm.choice import products_by
-from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.rows.rows import post_norm
+from vla_accel.nn.bart import BartConfig
+from vla_accel.nn.davit import Size
 from vla_accel.nn.flow import Schedule
+from vla_accel.nn.native_bart import BartWeights, NativeBart
 from vla_accel.nn.plan import Rows, StackPlan
 from vla_accel.nn.store import NativeStore
 from vla_accel.nn.weights import Precision, StackWeights, compute_dtype, fold, stack_weights
-from vla_accel.runtime import current
 
 QUANTISED = {"denoise": {"native": Products(("qkv_proj", "out_proj", "fc1", "fc2"))}}
 """By component, then engine. All other products are computed in the policy's precision."""
@@ -42,33 +36,18 @@ QUANTISED = {"denoise": {"native": Products(("qkv_proj", "out_proj", "fc1", "fc2
 
 
 @dataclass(frozen=True)
-class EncoderLayerWeights:
-    """A layer of the text encoder, with the norms after attention and MLP."""
-
-    qkv: Linear
-    out: Linear
-    up: Linear
-    down: Linear
-    norms: tuple[Affine, Affine]
-
-
-@dataclass(frozen=True)
 class ContextWeights:
     """The text encoder and the projections of what it reads.
 
     Attributes:
         embed: Token table (vocabulary, W).
-        positions: Of the encoder's rows (rows, W).
-        norm: Of its input.
         text, view: Projections of the encoder's output and of other views, without bias.
         base: What the rows of the context have without image or text (C, W): positions and biases of the projections,
             also for missing views, and soft prompts.
     """
 
-    layers: tuple[EncoderLayerWeights, ...]
+    bart: BartWeights
     embed: Tensor
-    positions: Tensor
-    norm: Affine
     text: Linear
     view: Linear
     base: Tensor
@@ -76,24 +55,7 @@ class ContextWeights:
     @classmethod
     def of(cls, model: Xvla, precision: str, rows: int, context: int) -> ContextWeights:
         """Prepare the weights of a model for `rows` of the encoder, and of a context with soft prompts."""
-        dtype, config, read = compute_dtype(precision), model.config, model.weight
-
-        def linear(name: str) -> Linear:
-            return make_linear(read(f"{name}.weight"), read(f"{name}.bias"), dtype)
-
-        def norm(name: str) -> Affine:
-            return read(f"{name}.weight").float().clone(), read(f"{name}.bias").float().clone()
-
-        layers = tuple(
-            EncoderLayerWeights(
-                linear(f"{name}.qkv_proj"),
-                linear(f"{name}.out_proj"),
-                linear(f"{name}.fc1"),
-                linear(f"{name}.fc2"),
-                (norm(f"{name}.norm1"), norm(f"{name}.norm2")),
-            )
-            for name in (f"encoder.layers.{index}" for index in range(config.encoder.depth))
-        )
+        dtype, config = compute_dtype(precision), model.config
         with model.present("encoder.positions", "text_proj", "view_proj", "position_embedding", "soft_prompts"):
             text, view = (make_linear(part.weight, None, dtype) for part in (model.text_proj, model.view_proj))
             start, placed = config.action_horizon, context - config.soft_prompts
@@ -102,67 +64,34 @@ class ContextWeights:
             base[rows:] += model.view_proj.bias.float()
             base = torch.cat((base, model.soft_prompts.view(-1, config.width).float()))
             positions = model.encoder.table(rows).to(dtype).clone()
-        embed = read("embed.weight").to(dtype)
-        return cls(layers, embed, positions, norm("encoder.norm"), text, view, base.to(dtype))
+        bart = BartWeights.of(model, "encoder", config.encoder, positions)
+        return cls(bart, model.weight("embed.weight").to(dtype), text, view, base.to(dtype))
 
 
 class NativeContext:
     """The program. Inputs `image_tokens` (B, V, rows, W) and `tokens` (B, T) int64; output `context` (B, C, W)."""
 
-    def __init__(self, weights: ContextWeights, config: EncoderConfig, views: int, batch: int, attention: str) -> None:
-        self.weights, self.config, self.views, self.batch = weights, config, views, batch
-        rows = batch * len(weights.positions)
-
-        def buffer(columns: int) -> Tensor:
-            return weights.embed.new_empty(rows, columns)
-
-        self.x, self.y, self.context = (buffer(config.width) for _ in range(3))
-        self.qkv, self.hidden = buffer(3 * config.width), buffer(config.mlp_dim)
-        self.positions = weights.positions.repeat(batch, 1)
-        count, head_dim = len(weights.positions), config.width // config.heads
-        sizes = AttentionShape(
-            batch, count, count, config.heads, config.heads, head_dim, self.x.dtype, padded=False, quantised=False
-        )
-        self.attention = choose(attention, sizes, current(self.x.device))
-        first = weights.layers[0]
-        kinds = {"qkv": first.qkv, "out": first.out, "fc1": first.up, "fc2": first.down}
-        text, _ = products_by(
-            rows, {n: (w, Activation.GELU_ERF if w is first.up else Activation.NONE) for n, w in kinds.items()}
-        )
-        self.detail = f"fused ops, {self.x.dtype}, {self.attention.detail}{text}"
+    def __init__(self, weights: ContextWeights, config: BartConfig, views: int, batch: int, attention: str) -> None:
+        self.weights, self.views, self.batch = weights, views, batch
+        self.bart = NativeBart(weights.bart, config, batch, attention)
+        self.attention, self.detail = self.bart.attention, self.bart.detail
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, seen, tokens = self.weights, inputs["image_tokens"], inputs["tokens"]
-        batch, rows = self.batch, len(w.positions)
-        x = self.x.view(batch, rows, -1)
+        batch, rows = self.batch, len(w.bart.positions)
+        x = self.bart.x.view(batch, rows, -1)
         x[:, : seen.shape[2]] = seen[:, 0]
         x[:, seen.shape[2] :] = F.embedding(tokens, w.embed)
-        self._norm(self.positions, w.norm)
-        for layer in w.layers:
-            self._layer(layer)
+        self.bart.run()
         context, others = outputs["context"], (self.views - 1) * seen.shape[2]
-        made = self.x.new_empty(batch * rows, context.shape[2])
-        gemm(self.x, w.text, made)
+        made = x.new_empty(batch * rows, context.shape[2])
+        gemm(self.bart.x, w.text, made)
         context.copy_(w.base.expand_as(context))
         context[:, :rows] += made.view(batch, rows, -1)
         if others:
             made = made.new_empty(batch * others, context.shape[2])
             gemm(seen[:, 1:].reshape(batch * others, -1), w.view, made)
             context[:, rows : rows + others] += made.view(batch, others, -1)
-
-    def _norm(self, y: Tensor, norm: Affine) -> None:
-        post_norm(self.x, y, *norm, self.x, eps=EPS)
-
-    def _layer(self, layer: EncoderLayerWeights) -> None:
-        gemm(self.x, layer.qkv, self.qkv)
-        q, k, v = self.qkv.view(self.batch, len(self.weights.positions), 3, self.config.heads, -1).unbind(2)
-        context = self.context.view(self.batch, len(self.weights.positions), -1)
-        attend(self.attention.backend, q, k, v, context, None, tile=self.attention.tile)
-        gemm(self.context, layer.out, self.y)
-        self._norm(self.y, layer.norms[0])
-        gemm(self.x, layer.up, self.hidden, Epilogue(activation=Activation.GELU_ERF), workspace=(self.hidden,))
-        gemm(self.hidden, layer.down, self.y)
-        self._norm(self.y, layer.norms[1])
 
 
 # -- once a step --------------------------------------------------------------------------------------------------

@@ -17,29 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
-from vla_accel.families.xvla.davit import Davit, DavitConfig, Size
 from vla_accel.kernels import reference
+from vla_accel.nn.bart import FIRST_POSITION, Bart, BartConfig
 from vla_accel.nn.block import Block, vit_block
+from vla_accel.nn.davit import Davit, DavitConfig, Size
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.network import Network
 from vla_accel.nn.reference import TransformerBlock
 from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
 
 EPS = 1e-5
-_FIRST_POSITION = 2
-"""BART's table of positions begins with two rows that no token has."""
-
-
-@dataclass(frozen=True)
-class EncoderConfig:
-    """Sizes of BART's encoder. `positions`: rows of its table."""
-
-    width: int = 1024
-    depth: int = 12
-    mlp_dim: int = 4096
-    heads: int = 16
-    vocab_size: int = 51_289
-    positions: int = 1026
 
 
 @dataclass(frozen=True)
@@ -60,7 +47,7 @@ class XvlaConfig:
     """
 
     vision: DavitConfig = field(default_factory=DavitConfig)
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    encoder: BartConfig = field(default_factory=BartConfig)
     width: int = 1024
     depth: int = 24
     heads: int = 16
@@ -112,7 +99,7 @@ class XvlaConfig:
         if not 1 <= min(last) <= max(last) <= self.vision.positions or rows > self.positions:
             expected = f"maps of up to {self.vision.positions} a side and up to {self.positions} rows"
             raise ConfigError(f"images: expected {expected}, got {last} and {rows} for {size}")
-        if (read := self.view_tokens(size) + self.max_token_len) > self.encoder.positions - _FIRST_POSITION:
+        if (read := self.view_tokens(size) + self.max_token_len) > self.encoder.positions - FIRST_POSITION:
             raise ConfigError(f"images: expected at most {self.encoder.positions - 2} rows of the encoder, got {read}")
 
 
@@ -129,44 +116,6 @@ class StepConstants:
     times: Tensor
     seen: Tensor
     known: Tensor
-
-
-class EncoderLayer(nn.Module):
-    """A layer of BART's encoder, whose norms follow the residuals."""
-
-    def __init__(self, config: EncoderConfig) -> None:
-        super().__init__()
-        width = config.width
-        self.heads = config.heads
-        self.qkv_proj, self.out_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.fc2 = nn.Linear(width, config.mlp_dim), nn.Linear(config.mlp_dim, width)
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        x = reference.layer_norm(x + self.out_proj(reference.attention(q, k, v, None).flatten(2)), self.norm1)
-        return reference.layer_norm(x + self.fc2(F.gelu(self.fc1(x))), self.norm2)
-
-
-class Encoder(nn.Module):
-    """BART's encoder. Every row attends to every row, padding included."""
-
-    def __init__(self, config: EncoderConfig) -> None:
-        super().__init__()
-        self.positions = nn.Embedding(config.positions, config.width)
-        self.norm = nn.LayerNorm(config.width)
-        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, W), embedded and without positions."""
-        x = reference.layer_norm((x + self.table(x.shape[1])).to(x.dtype), self.norm)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    def table(self, tokens: int) -> Tensor:
-        """The positions of so many tokens (T, W)."""
-        return self.positions.weight[_FIRST_POSITION : _FIRST_POSITION + tokens]
 
 
 class DomainLinear(nn.Module):
@@ -202,7 +151,7 @@ class Xvla(Network):
         self.projector = nn.Linear(channels, read, bias=False)
         self.projector_norm = nn.LayerNorm(read)
         self.embed = nn.Embedding(config.encoder.vocab_size, read)
-        self.encoder = Encoder(config.encoder)
+        self.encoder = Bart(config.encoder)
         projection = DomainLinear if config.own_projections else nn.Linear
         self.text_proj, self.view_proj = projection(read, width), projection(read, width)
         self.position_embedding = nn.Parameter(torch.zeros(config.positions, width))

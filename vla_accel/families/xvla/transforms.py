@@ -57,6 +57,12 @@ class XvlaProcessor(ScalingTransforms, PromptTransforms):
     def image_shape(self) -> tuple[int, int]:
         return self.config.fitted(self.frame_shape)
 
+    @property
+    def image_size(self) -> int | None:
+        """Pixels along a side of the images that the policy is sent; None unless they are square."""
+        height, width = self.frame_shape if self.resizes else self.image_shape
+        return height if height == width else None
+
     def ordinary_prompt(self) -> str:
         counts = {prompt: len(self.tokenizer.encode(prompt, add_bos=True)) for prompt in ORDINARY}
         return next((p for p, count in counts.items() if count <= self.max_token_len), ORDINARY[-1])

@@ -1,4 +1,5 @@
-"""What lies between the products of a 1-D U-Net: norms that gather rows for the next products, and scheduler steps.
+"""What lies between the products of denoising networks: norms that gather rows for the next products, adaptive norms of
+each observation, and scheduler steps.
 
 A convolution over a sequence is a product of rows that hold its taps one after the other. The pass before it writes
 each value to all these places (`Target`), so that the product reads plain rows. Places beyond the ends of a sequence
@@ -41,7 +42,7 @@ class Target:
 @dataclass(frozen=True)
 class Film:
     """The condition of each channel: constants (n,) float32 plus the observations' (B, n) float32, whose rows may be
-    apart. Of n = 2 C the first half scales."""
+    apart. Of n = 2 C the first half scales; of 3 C, gates come first, then shifts and scales."""
 
     step: Tensor
     own: Tensor
@@ -115,6 +116,28 @@ def scheduler_step(
     after.copy_(x)
     for target in targets:
         _place(x, target)
+
+
+@op(_TRITON)
+def modulate(x: Tensor, y: Tensor, out: Tensor, h: Tensor, film: Film, *, eps: float | None) -> None:
+    """out = x + gate · y and h = LayerNorm(out) · (1 + scale) + shift.
+
+    Args:
+        x: (R, C) float32, or fewer rows that are repeated.
+        y: (R, C).
+        out: (R, C) float32, may be x.
+        h: (R, C).
+        film: Of each observation, which has R / B rows. Gates, shifts and scales; gates alone without a norm.
+        eps: Of the norm; None: h = out.
+    """
+    wide = torch.promote_types(torch.float32, y.dtype)
+    parts = (film.step + film.own).to(wide).repeat_interleave(len(y) // len(film.own), 0)
+    gate, *others = parts.split(y.shape[1], 1)
+    out.copy_(x.repeat(len(y) // len(x), 1) + gate * y.to(wide))
+    if eps is None:
+        h.copy_(out)
+    else:
+        h.copy_(F.layer_norm(out.to(wide), out.shape[1:], eps=eps) * (1.0 + others[1]) + others[0])
 
 
 def _place(y: Tensor, target: Target) -> None:

@@ -1,5 +1,5 @@
-"""The kernels of `vla_accel.kernels.conv1d.ops`: a program computes one group of channels of one sequence, which stays
-in registers between its sums and its places."""
+"""The kernels of `vla_accel.kernels.conv1d.ops`: a program computes one group of channels of one sequence, or one row,
+which stays in registers between its sums and its places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.conv1d.ops import MOST_TARGETS, Film, StepSizes, Target, check
 from vla_accel.kernels.image.ops import GroupNorm
-from vla_accel.kernels.triton_common import activated, wait_for_previous
+from vla_accel.kernels.triton_common import activated, let_next_start, wait_for_previous
 from vla_accel.numeric import power_of_two
 
 MISH = constexpr(Activation.MISH.code)
@@ -160,6 +160,43 @@ def scheduler_step(
     shape = MapShape(length, actions, actions, power_of_two(length), power_of_two(actions), normed=False, films=0)
     pointers = (output, before, noise, after)
     launch(_scheduler_step, (batch,), pointers, numbers, rows, strides, shape, *places, num_warps=4)
+
+
+@triton.jit
+def _modulate(tensors, film, sizes, eps, WIDTH: constexpr, PDL: constexpr):
+    x_ptr, y_ptr, out_ptr, h_ptr = tensors
+    step_ptr, own_ptr, own_pitch = film
+    length, x_rows = sizes
+    let_next_start(PDL)
+    row = tl.program_id(0)
+    column = tl.arange(0, triton.next_power_of_2(WIDTH))
+    keep = column < WIDTH
+    # Constants, before the wait.
+    gate = tl.load(step_ptr + column, mask=keep, other=0.0)
+    if eps is not None:
+        shift = tl.load(step_ptr + WIDTH + column, mask=keep, other=0.0)
+        scale = tl.load(step_ptr + 2 * WIDTH + column, mask=keep, other=0.0)
+    wait_for_previous(PDL)
+    own = own_ptr + (row // length).to(tl.int64) * own_pitch + column
+    gate += tl.load(own, mask=keep, other=0.0)
+    place = row.to(tl.int64) * WIDTH + column
+    x = tl.load(x_ptr + (row % x_rows).to(tl.int64) * WIDTH + column, mask=keep, other=0.0)
+    x += gate * tl.load(y_ptr + place, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, x, mask=keep)
+    h = x
+    if eps is not None:
+        shift += tl.load(own + WIDTH, mask=keep, other=0.0)
+        scale += tl.load(own + 2 * WIDTH, mask=keep, other=0.0)
+        centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
+        h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps) * (1.0 + scale) + shift
+    tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask=keep)
+
+
+def modulate(x: Tensor, y: Tensor, out: Tensor, h: Tensor, film: Film, *, eps: float | None) -> None:
+    rows, width = y.shape
+    condition, sizes = (film.step, film.own, film.own.stride(0)), (rows // len(film.own), len(x))
+    warps = 4 if width <= 2048 else 8
+    launch(_modulate, (rows,), (x, y, out, h), condition, sizes, eps, width, num_warps=warps)
 
 
 def _places(targets: Sequence[Target], batch: int, spare: Tensor) -> tuple[tuple[Place, ...], tuple[Tensor, ...]]:

@@ -140,8 +140,8 @@ def by_library(
     if activation.gated:
         geglu(workspace[0], out, inverse_scale=epilogue.quantize, paired=weights.paired, activation=activation)
     else:
-        assert activation in (Activation.GELU, Activation.GELU_ERF)
-        gelu(workspace[0], out, inverse_scale=epilogue.quantize, exact=activation is Activation.GELU_ERF)
+        assert activation in (Activation.GELU, Activation.GELU_ERF, Activation.QUICK_GELU)
+        gelu(workspace[0], out, inverse_scale=epilogue.quantize, form=activation)
 
 
 def _widens(x: Tensor, out: Tensor | Heads) -> bool:

@@ -140,9 +140,9 @@ def geglu(
 
 
 @op(_TRITON)
-def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, exact: bool = False) -> None:
-    """out = GELU of x, which may be `out`. `exact`: with the error function, otherwise the tanh form."""
-    store(out, F.gelu(x, approximate="none" if exact else "tanh"), inverse_scale)
+def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, form: Activation = Activation.GELU) -> None:
+    """out = GELU of x, which may be `out`, in one of its forms."""
+    store(out, reference.activate(x, form), inverse_scale)
 
 
 # -- rotary positions -------------------------------------------------------------------------------------------------

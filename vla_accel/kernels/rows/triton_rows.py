@@ -13,8 +13,6 @@ from vla_accel.kernels.chain import launch
 from vla_accel.kernels.rows.rows import HeadNorms, NormedHeads
 from vla_accel.kernels.triton_common import (
     activated,
-    gelu_erf,
-    gelu_tanh,
     let_next_start,
     store_rounded,
     wait_for_previous,
@@ -191,18 +189,18 @@ def geglu(gate_up: Tensor, out: Tensor, *, inverse_scale: float | None, paired: 
 
 
 @triton.jit
-def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: constexpr, EXACT: constexpr, PDL: constexpr):
+def _gelu(x_ptr, out_ptr, total, inverse_scale, BLOCK: constexpr, FORM: constexpr, PDL: constexpr):
     let_next_start(PDL)
     wait_for_previous(PDL)
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = offset < total
     x = tl.load(x_ptr + offset, mask=keep, other=0.0).to(tl.float32)
-    store_rounded(out_ptr + offset, gelu_erf(x) if EXACT else gelu_tanh(x), keep, inverse_scale)
+    store_rounded(out_ptr + offset, activated(x, FORM), keep, inverse_scale)
 
 
-def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, exact: bool) -> None:
+def gelu(x: Tensor, out: Tensor, *, inverse_scale: float | None, form: Activation) -> None:
     total = x.numel()
-    launch(_gelu, (triton.cdiv(total, 4096),), x, out, total, inverse_scale, 4096, exact, num_warps=8)
+    launch(_gelu, (triton.cdiv(total, 4096),), x, out, total, inverse_scale, 4096, form.code, num_warps=8)
 
 
 @triton.jit

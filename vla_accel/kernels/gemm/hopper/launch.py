@@ -26,7 +26,9 @@ EIGHT = 8
 """Rows of a side that are next to each other in a tile of pairs."""
 _KINDS = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "f16"), torch.float8_e4m3fn: (2, "e4m3")}
 _FP8 = torch.float8_e4m3fn
-_ACTIVATIONS = (Activation.NONE, Activation.GELU, Activation.GELU_ERF, Activation.GEGLU, Activation.SWIGLU)
+_ACTIVATIONS = (
+    Activation.NONE, Activation.GELU, Activation.GELU_ERF, Activation.QUICK_GELU, Activation.GEGLU, Activation.SWIGLU,
+)  # fmt: skip
 """What `epilogue.cu` computes."""
 
 

@@ -1,0 +1,170 @@
+"""XPolicyLab's `Model`: its observations in, chunks of its action dictionaries out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vla_accel.errors import ConfigError, DependencyError, ObservationError
+from vla_accel.remote.inference import actions_of
+from vla_accel.remote.metadata import ROBOT, ensemble_of, history_of, starts_warm
+
+CAMERAS = {
+    "cam_head": ("cam_head", "cam_high"),
+    "cam_left_wrist": ("cam_left_wrist",),
+    "cam_right_wrist": ("cam_right_wrist",),
+}
+"""XPolicyLab's cameras, and how the policy's keys of them end."""
+ARMS = {"joint": ("arm_joint_state", "joint_state"), "ee": ("ee_pose",)}
+"""By action type: keys of an arm, the first of which actions have."""
+HAND = "ee_joint_state"
+
+
+class Model:
+    """A checkpoint on vla_accel's engines, or the policy of a server.
+
+    Args:
+        model_cfg: The settings of `deploy.yml`.
+
+    Raises:
+        ConfigError: a setting that is wrong, a policy that needs more than the newest observation, or one whose cameras
+            are unknown.
+        VlaAccelError: the policy could not be opened.
+    """
+
+    def __init__(self, model_cfg: Mapping[str, Any]) -> None:
+        action_type = model_cfg.get("action_type")
+        if action_type not in ARMS:
+            raise ConfigError(f"action_type: expected one of {', '.join(ARMS)}, got {action_type!r}")
+        self.action_type: str = action_type
+        self.actions_per_chunk = model_cfg.get("actions_per_chunk")
+        if self.actions_per_chunk is not None and not (
+            isinstance(self.actions_per_chunk, int) and self.actions_per_chunk >= 1
+        ):
+            raise ConfigError(f"actions_per_chunk: expected at least 1, got {self.actions_per_chunk!r}")
+        self.policy = open_policy(model_cfg)
+        for name, found in (("a history of observations", history_of), ("warm starts", starts_warm),
+                            ("temporal ensembling", ensemble_of)):  # fmt: skip
+            if found(self.policy):
+                raise ConfigError(f"ckpt_name: expected a policy without {name}: XPolicyLab executes whole chunks")
+        robot = dict(self.policy.metadata.get(ROBOT) or {})
+        if len(robot.get("state", ())) != 1:
+            raise ConfigError(f"ckpt_name: expected a policy with one key for the state, got {robot.get('state')!r}")
+        self.state, self.prompt = robot["state"][0], robot["prompt"]
+        self.cameras = camera_keys(robot["images"], model_cfg.get("cameras"))
+        self.newest: dict[int, Mapping[str, Any]] = {}
+
+    def update_obs(self, obs: Mapping[str, Any]) -> None:
+        """Keep an observation for `get_action`."""
+        self.update_obs_batch([obs])
+
+    def update_obs_batch(self, obs_list: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the observations of several environments, by their `env_idx`."""
+        self.newest = {int(obs.get("env_idx", index)): obs for index, obs in enumerate(obs_list)}
+
+    def get_action(self) -> list[dict[str, np.ndarray]]:
+        """The chunk for the newest observation, an action dictionary for each control step."""
+        return self.get_action_batch()[0]
+
+    def get_action_batch(self, env_idx_list: Sequence[int] | None = None) -> list[list[dict[str, np.ndarray]]]:
+        """The chunks for the newest observations of these environments, in one pass. None: of all.
+
+        Raises:
+            ObservationError: an environment without an observation, or a part of an observation is missing.
+            ConfigError: the policy's actions are not those of this robot.
+        """
+        indices = [*self.newest] if env_idx_list is None else [int(index) for index in env_idx_list]
+        if not indices or (missing := [index for index in indices if index not in self.newest]):
+            raise ObservationError(f"env_idx: expected an observation of {missing if indices else 'any'}, got none")
+        kept = [self.newest[index] for index in indices]
+        seen = [self.observation(obs) for obs in kept]
+        results = [self.policy.infer(seen[0])] if len(seen) == 1 else self.policy.infer_batch(seen)
+        return [self.actions(actions_of(one), obs) for one, obs in zip(results, kept, strict=True)]
+
+    def reset(self) -> None:
+        """Begin an episode."""
+        self.newest = {}
+        getattr(self.policy, "reset", lambda: None)()
+
+    def observation(self, obs: Mapping[str, Any]) -> dict[str, Any]:
+        """An observation of XPolicyLab under the policy's keys."""
+        vision = obs.get("vision") or {}
+        if absent := [name for name in self.cameras if name not in vision]:
+            raise ObservationError(f"vision: expected {', '.join(absent)}, got {', '.join(vision) or 'none'}")
+        images = {key: picture(vision[name], name) for name, key in self.cameras.items()}
+        state = np.concatenate([np.asarray(obs["state"][key], np.float64) for key in self.parts(obs).values()])
+        text = obs.get("instruction")
+        text = text[0] if isinstance(text, (list, tuple)) and text else text
+        return {**images, self.state: state, **({} if text is None else {self.prompt: text})}
+
+    def actions(self, chunk: np.ndarray, obs: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
+        """A chunk (n, action_dim) as action dictionaries of the robot whose observation this is."""
+        sizes = {name: len(obs["state"][key]) for name, key in self.parts(obs).items()}
+        if chunk.shape[1] != sum(sizes.values()):
+            raise ConfigError(f"ckpt_name: expected actions of {sizes} numbers, got {chunk.shape[1]}")
+        ends = np.cumsum([*sizes.values()])[:-1]
+        columns = np.split(chunk[: self.actions_per_chunk].astype(np.float32), ends, axis=1)
+        return [dict(zip(sizes, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def parts(self, obs: Mapping[str, Any]) -> dict[str, str]:
+        """Each key of an action and its key in the state, in the order of the numbers: an arm, its hand."""
+        state = obs.get("state") or {}
+        found = {}
+        for side in ("left_", "right_") if f"left_{HAND}" in state else ("",):
+            arms = [f"{side}{name}" for name in ARMS[self.action_type]]
+            arm = next((name for name in arms if name in state), None)
+            if arm is None or f"{side}{HAND}" not in state:
+                raise ObservationError(f"state: expected {arms[0]} and {side}{HAND}, got {', '.join(state) or 'none'}")
+            found |= {arms[0]: arm, f"{side}{HAND}": f"{side}{HAND}"}
+        return found
+
+
+def open_policy(model_cfg: Mapping[str, Any]) -> Any:
+    """Load the checkpoint of `ckpt_name`, or connect to a server. Raises ConfigError for settings of the other kind."""
+    where = model_cfg.get("ckpt_name")
+    own = {name: model_cfg.get(name) for name in ("config", "device", "num_steps")}
+    if not isinstance(where, str) or not where:
+        raise ConfigError(f"ckpt_name: expected a checkpoint or ws://host:port, got {where!r}")
+    if "://" in where:
+        from vla_accel.client import PolicyClient
+
+        if given := [name for name, value in own.items() if value is not None]:
+            raise ConfigError(f"{', '.join(given)}: a remote policy is configured at its server, got ckpt_name {where}")
+        return PolicyClient(where)
+    from vla_accel.policy import OptimizedPolicy
+
+    return OptimizedPolicy.from_pretrained(where, own.pop("config"), **own, seed=model_cfg.get("seed"))
+
+
+def camera_keys(images: Sequence[str], given: Mapping[str, str] | None) -> dict[str, str]:
+    """The policy's key of each camera. Raises ConfigError for a key of the policy without a camera, or another key."""
+    if given is None:
+        ends = [(name, end) for name, endings in CAMERAS.items() for end in endings]
+        given = {name: key for key in images for name, end in ends if key.endswith(end)}
+        if set(given.values()) != set(images):
+            raise ConfigError(f"cameras: expected the camera of each of {', '.join(images)}: cameras: {{cam_head: …}}")
+    if not isinstance(given, Mapping) or not given or not set(given.values()) <= set(images):
+        raise ConfigError(f"cameras: expected {{NAME: KEY}} with keys of {', '.join(images)}, got {given!r}")
+    return dict(given)
+
+
+def picture(camera: Any, name: str) -> np.ndarray:
+    """The image uint8 (height, width, 3), RGB, of a camera: an array, or a JPEG or PNG file as bytes."""
+    color = camera.get("color", camera.get("rgb")) if isinstance(camera, Mapping) else camera
+    packed = isinstance(color, (bytes, bytearray)) or (isinstance(color, np.ndarray) and color.ndim == 1)
+    if not packed:
+        if color is None:
+            raise ObservationError(f"vision.{name}: expected color, got {', '.join(camera)}")
+        return np.asarray(color)
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DependencyError("compressed images: expected Pillow: pip install pillow") from error
+    try:
+        with Image.open(io.BytesIO(bytes(color))) as image:
+            return np.array(image.convert("RGB"))
+    except OSError as error:
+        raise ObservationError(f"vision.{name}: expected an image in JPEG or PNG, got {error}") from error

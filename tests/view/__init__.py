@@ -1,0 +1,1 @@
+"""Live views in rerun: what they show, what they leave out, and who shows what."""
