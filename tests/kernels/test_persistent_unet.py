@@ -118,7 +118,6 @@ def test_the_result_does_not_depend_on_the_gpu(blocks: int, shared: int, emulate
 MISTAKES = {
     "a stage is not awaited": ("mbarrier_wait(full(at), parity ^ wraps);", "", "with no barrier between"),
     "a stage is overwritten": ("mbarrier_wait(empty(slot), parity ^ 1);", "", "with no barrier between|all of 32"),
-    "sums are overwritten": ("read.\n  consumers_sync();", "read.", "with no barrier between"),
     "sums are read early": ("  consumers_sync();\n  const int tile", "  const int tile", "with no barrier between"),
     "the input is read early": ("  consumers_sync();\n}\n\n// -- products", "}\n\n// -- products",
                                 "with no barrier between"),

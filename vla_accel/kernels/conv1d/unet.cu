@@ -34,8 +34,8 @@ struct Step {
     return make_uint4(stamped(v.x), stamped(v.y), stamped(v.z), stamped(v.w));
   }
   // The last bit tells whether one of four values has another stamp.
-  __device__ __forceinline__ u32 lacks(const uint4& v) const {
-    return (v.x ^ stamp()) | (v.y ^ stamp()) | (v.z ^ stamp()) | (v.w ^ stamp());
+  __device__ __forceinline__ u32 lacks(const uint4& v, u32 stamp) const {
+    return (v.x ^ stamp) | (v.y ^ stamp) | (v.z ^ stamp) | (v.w ^ stamp);
   }
 };
 __device__ __forceinline__ float4 floats_of(const uint4& v) {
@@ -84,16 +84,17 @@ __device__ __forceinline__ void map_input(int rows, const Source& s, int first, 
   const float* from = step.half(s.rows, size);
   const float* residual = s.residual ? step.half(s.residual, size) : nullptr;
   float* kept = s.kept ? step.half(s.kept, size) : nullptr;
+  const u32 stamp = step.stamp();
   const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f), one = make_float4(1.f, 1.f, 1.f, 1.f);
 #pragma unroll 1
   for (int group = warp; group < groups; group += WARPS) {
     int column[WIDE];
+    float real[WIDE][ROUNDS];
     float4 weight[WIDE], bias[WIDE], scale[WIDE], shift[WIDE];
-    u32 to[WIDE];
+    int place[ROUNDS][WIDE], to[ROUNDS][WIDE];
 #pragma unroll
     for (int c = 0; c < WIDE; ++c) {
       column[c] = group * width + min(quad + c * 32, across - 1) * 4;
-      to[c] = INPUT_AT + (first + column[c]) / 32 * rows * ROW_BYTES + (first + column[c]) % 32 * 2;
       weight[c] = scale[c] = one, bias[c] = shift[c] = zero;
     }
     if (s.weight) {
@@ -111,36 +112,39 @@ __device__ __forceinline__ void map_input(int rows, const Source& s, int first, 
 #define EACH_QUAD                                    \
   _Pragma("unroll") for (int r = 0; r < ROUNDS; ++r) \
       _Pragma("unroll") for (int c = 0; c < WIDE; ++c)
-#define ROW min(r * apart + own, rows - 1)
-#define PLACE (ROW * channels + column[c])
-#define ALONE(v) (alone && r * apart + own < rows && quad + c * 32 < across ? (v) : 0.f)
     uint4 added[ROUNDS][WIDE], held[ROUNDS][WIDE];
-    EACH_QUAD added[r][c] = make_uint4(0, 0, 0, 0);
+    EACH_QUAD {
+      const int row = r * apart + own, within = min(row, rows - 1);
+      real[c][r] = alone && row < rows && quad + c * 32 < across ? 1.f : 0.f;
+      place[r][c] = within * channels + column[c];
+      to[r][c] = INPUT_AT + ((first + column[c]) / 32 * rows + within) * ROW_BYTES + (first + column[c]) % 32 * 2;
+      added[r][c] = make_uint4(0, 0, 0, 0);
+    }
     if (residual) {
-      EACH_QUAD added[r][c] = ld_relaxed_v4(residual + PLACE);
+      EACH_QUAD added[r][c] = ld_relaxed_v4(residual + place[r][c]);
     }
     for (u32 polls = 0;; count_poll(polls)) {
       u32 wrong = 0;
-      EACH_QUAD held[r][c] = ld_relaxed_v4(from + PLACE);
-      EACH_QUAD wrong |= step.lacks(held[r][c]);
+      EACH_QUAD held[r][c] = ld_relaxed_v4(from + place[r][c]);
+      EACH_QUAD wrong |= step.lacks(held[r][c], stamp);
       if (!(wrong & 1)) break;
     }
     if (residual)
       for (u32 polls = 0;; count_poll(polls)) {
         u32 wrong = 0;
-        EACH_QUAD wrong |= step.lacks(added[r][c]);
+        EACH_QUAD wrong |= step.lacks(added[r][c], stamp);
         if (!(wrong & 1)) break;
-        EACH_QUAD added[r][c] = ld_relaxed_v4(residual + PLACE);
+        EACH_QUAD added[r][c] = ld_relaxed_v4(residual + place[r][c]);
       }
     __syncwarp();
     if (s.weight) {
       float sum = 0.f, squares = 0.f;
       const float count = 1.f / (rows * width);
-      EACH_QUAD sum += ALONE(sum_of(floats_of(held[r][c])));
+      EACH_QUAD sum += real[c][r] * sum_of(floats_of(held[r][c]));
       const float mean = warp_sum(sum) * count;
       EACH_QUAD {
         const float4 v = less(floats_of(held[r][c]), mean);
-        squares += ALONE(sum_of(times(v, v)));
+        squares += real[c][r] * sum_of(times(v, v));
       }
       const float factor = rsqrtf(warp_sum(squares) * count + s.eps);
       // (x - mean) factor weight + bias
@@ -154,14 +158,11 @@ __device__ __forceinline__ void map_input(int rows, const Source& s, int first, 
     int turn = kept ? group * ROUNDS * WIDE % (int)gridDim.x : -1;
     EACH_QUAD {
       const float4 v = plus(floats_of(held[r][c]), floats_of(added[r][c]));
-      *(uint2*)(shared_memory + to[c] + ROW * ROW_BYTES) = make_uint2(pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w));
-      if (turn == (int)blockIdx.x) st_relaxed_v4(kept + PLACE, step.stamped(v));
+      *(uint2*)(shared_memory + to[r][c]) = make_uint2(pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w));
+      if (turn == (int)blockIdx.x) st_relaxed_v4(kept + place[r][c], step.stamped(v));
       if (kept && ++turn == (int)gridDim.x) turn = 0;
     }
 #undef EACH_QUAD
-#undef ROW
-#undef PLACE
-#undef ALONE
   }
 }
 
@@ -180,7 +181,7 @@ __device__ __forceinline__ void make_input(const Call& c, const Phase& p, Step s
   int first = 0;
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
-    const Source& s = i ? p.behind : p.front;
+    const Source s = i ? p.behind : p.front;
     if (s.channels == 0) continue;
     const float* film = c.conditions + (u64)step.index * c.films + s.condition;
     if (!s.rows)
@@ -232,7 +233,7 @@ struct Taps {
 // Multiplies the input with TILES x 8 columns. Threads of 128 x tile on get the sums of the tile: 8 i + j of row i and
 // column j. TALL: there are more than eight rows of results.
 template <int TILES, bool TALL>
-__device__ __forceinline__ float multiply(Ring& ring, const Phase& p, const Product& q) {
+__device__ __forceinline__ float multiply(Ring& ring, const Phase& p, const Product& q, int parity) {
   constexpr int EACH = STAGE_UNITS / TILES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int units = units_of(p, q), span = p.blocks / WARPS;
@@ -263,9 +264,8 @@ __device__ __forceinline__ float multiply(Ring& ring, const Phase& p, const Prod
     }
     ring.release(1);
   }
-  // Sums as (tile, warp, row, column). Those of the product before have been read.
-  consumers_sync();
-  float* sums = (float*)(shared_memory + SUMS_AT);
+  // Sums as (tile, warp, row, column), for two products in turns: one barrier each.
+  float* sums = (float*)(shared_memory + SUMS_AT) + parity * 2 * WARPS * ROWS * 8;
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
@@ -282,8 +282,8 @@ __device__ __forceinline__ float multiply(Ring& ring, const Phase& p, const Prod
 }
 
 template <int TILES>
-__device__ __forceinline__ float multiplied(Ring& ring, const Phase& p, const Product& q) {
-  return q.outputs > 8 ? multiply<TILES, true>(ring, p, q) : multiply<TILES, false>(ring, p, q);
+__device__ __forceinline__ float multiplied(Ring& ring, const Phase& p, const Product& q, int parity) {
+  return q.outputs > 8 ? multiply<TILES, true>(ring, p, q, parity) : multiply<TILES, false>(ring, p, q, parity);
 }
 
 // The scheduler's step of a number of the chunk, of which e is the network's output.
@@ -348,6 +348,7 @@ __device__ __forceinline__ void produce(const Call& c) {
 
 __device__ __forceinline__ void consume(const Call& c) {
   Ring ring;
+  int parity = 0;
   const int own = threadIdx.x / 128, row = threadIdx.x % 128 / 8;  // of a pair of tiles
   float* chunk = (float*)(shared_memory + CHUNK_AT);
   for (int at = threadIdx.x; at < LENGTH * ACTIONS; at += WARPS * 32) chunk[at] = __ldg(c.noise + at);
@@ -370,7 +371,8 @@ __device__ __forceinline__ void consume(const Call& c) {
           const int tiles = together(mine.count - done), column = (mine.first + done + own) * 8 + threadIdx.x % 8;
           const bool real = own < tiles && row < q.outputs;
           const float bias = real ? __ldg(q.bias + column) : 0.f;
-          const float sum = bias + (tiles == 2 ? multiplied<2>(ring, p, q) : multiplied<1>(ring, p, q));
+          parity ^= 1;
+          const float sum = bias + (tiles == 2 ? multiplied<2>(ring, p, q, parity) : multiplied<1>(ring, p, q, parity));
           done += tiles;
           if (!real) continue;
           if (i < c.count)

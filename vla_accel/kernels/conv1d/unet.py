@@ -29,7 +29,7 @@ WARPS = 8
 THREADS = (WARPS + 1) * 32
 MOST_ROWS = 16
 BLOCK = 32
-STAGE_UNITS, UNIT_BYTES, MOST_STAGES, LEAST_STAGES = 4, 8 * BLOCK * WARPS * 2, 12, 3
+STAGE_UNITS, UNIT_BYTES, MOST_STAGES, LEAST_STAGES = 4, 8 * BLOCK * WARPS * 2, 12, 2
 UNDER_WAY = 8
 """Units of 4 KB that a block copies at once, at most."""
 _NAME = "unet"
@@ -190,7 +190,7 @@ class Layout:
         """Where the areas of shared memory begin."""
         sizes = {
             "INPUT_AT": max(phase.rows * phase.blocks for phase in self.phases) * 2 * BLOCK,
-            "ZEROS_AT": 2 * BLOCK, "SUMS_AT": 2 * WARPS * MOST_ROWS * 8 * 4,
+            "ZEROS_AT": 2 * BLOCK, "SUMS_AT": 2 * 2 * WARPS * MOST_ROWS * 8 * 4,
             "CHUNK_AT": self.length * self.actions * 4, "TABLE_AT": len(self.phases) * ctypes.sizeof(PhaseBlock),
             "BARRIERS_AT": 2 * MOST_STAGES * 8, "RING_AT": 0,
         }  # fmt: skip
