@@ -16,7 +16,6 @@ from vla_accel import OptimizedPolicy
 from vla_accel.errors import EngineError, ObservationError
 from vla_accel.families.loading import Checkpoint
 from vla_accel.families.pi0.family import PI0
-from vla_accel.policy.pipeline import LARGE, _fill
 from vla_accel.transforms.images import resize
 from vla_accel.transforms.robots import PRESETS
 
@@ -157,33 +156,6 @@ def test_a_feed_must_fill_the_buffers(policy: OptimizedPolicy) -> None:
             pipeline.start(inputs)
             pipeline.finish(replace(feed, inputs=inputs), torch.Generator())
         assert all(part in str(refused.value) for part in parts), refused.value
-
-
-def _frozen(image: np.ndarray) -> np.ndarray:
-    image.flags.writeable = False
-    return image
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda image: image,
-        lambda image: image[:, ::-1],
-        lambda image: np.ascontiguousarray(image.transpose(2, 0, 1)).transpose(1, 2, 0),
-        lambda image: np.repeat(image, 2, axis=1)[:, ::2],
-        _frozen,
-    ],
-    ids=["contiguous", "mirrored", "channels first", "every second", "read-only"],
-)
-def test_a_large_image_of_any_layout_is_staged(view: Any) -> None:
-    row = view(np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8))
-    slot = np.zeros_like(row, order="C")
-    _fill("images", [slot], [row])
-    assert row.nbytes >= LARGE
-    np.testing.assert_array_equal(slot, row)
-    with pytest.raises(TypeError):
-        _fill("images", [slot], [row.astype(np.float32)])
 
 
 def test_results_share_nothing(policy: OptimizedPolicy) -> None:

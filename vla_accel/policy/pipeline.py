@@ -46,8 +46,6 @@ ALIGNMENT = 256
 """Bytes; CUDA's allocator guarantees it, and kernels and libraries may rely on it."""
 MOST_CAMERAS = 8
 """Sets of image sizes for which shapes are built; images of further sizes are resized on the host."""
-LARGE = 1 << 18
-"""Bytes of a row from which several threads copy it."""
 _log = logging.getLogger("vla_accel")
 
 
@@ -336,20 +334,12 @@ def _fill(name: str, slots: Sequence[np.ndarray], rows: Rows) -> None:
         raise EngineError(f"{name}: expected {len(slots)} rows, got {len(rows)}")
     for slot, row in zip(slots, rows, strict=True):
         if row.shape == slot.shape:
-            _copy(slot, row)
+            np.copyto(slot, row, casting="no")
         elif row.ndim == slot.ndim > 0 and row.shape[1:] == slot.shape[1:] and len(row) < len(slot):
             np.copyto(slot[: len(row)], row, casting="no")
             slot[len(row) :] = 0
         else:
             raise EngineError(f"{name}: expected shape {slot.shape}, got {row.shape}")
-
-
-def _copy(slot: np.ndarray, row: np.ndarray) -> None:
-    """Copy a row: a large one by the threads of torch, where torch takes it."""
-    if row.nbytes < LARGE or row.dtype != slot.dtype or not row.flags.writeable or min(row.strides) < 0:
-        np.copyto(slot, row, casting="no")
-    else:
-        torch.from_numpy(slot).copy_(torch.from_numpy(row))
 
 
 class Pipelines:
