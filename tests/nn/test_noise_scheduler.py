@@ -27,10 +27,10 @@ def test_the_steps_are_those_of_diffusers(
     x = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0))
     assert [step.time for step in ours.steps(steps)] == theirs.timesteps.tolist()
     for step in ours.steps(steps):
-        e = torch.randn(x.shape, generator=torch.Generator().manual_seed(step.time))
-        torch.manual_seed(step.time)
+        e = torch.randn(x.shape, generator=torch.Generator().manual_seed(int(step.time)))
+        torch.manual_seed(int(step.time))
         z = torch.randn(x.shape)
-        torch.manual_seed(step.time)
+        torch.manual_seed(int(step.time))
         # The output: an estimate of the noise that leaves the clean chunk near the bound, or that chunk.
         output = 0.7 * x + 0.3 * e
         want = theirs.step(output, step.time, x).prev_sample

@@ -209,7 +209,7 @@ def groot_n15() -> Case:
         tokenizer = module.write_tokenizer(Path(folder))
     slot = tokenizer.convert_tokens_to_ids(module.SPECIAL[-1])
     policy, before, _ = module.policy_of(module.build(slot + 1, slot), tokenizer)
-    sizes = dict.fromkeys(("wrist", "front"), (120, 160))
+    sizes = {"wrist": (120, 160), "front": (120, 160)}
     return whole(policy, before, sizes, module.STATE, [module.TASKS[0]] * 3, missing="front")
 
 
