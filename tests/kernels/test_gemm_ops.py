@@ -21,7 +21,7 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import Fastest
 from vla_accel.kernels.gemm import choice, hopper, ops
 from vla_accel.kernels.gemm.choice import has_hopper_gemm, is_inside, norm_trial, products_by, trial, tune
-from vla_accel.kernels.gemm.config import Library, known
+from vla_accel.kernels.gemm.config import Library, Pipelined, Skinny, known
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gemm.moments import Moments
@@ -37,6 +37,15 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 # -- the op ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [Pipelined(16, 16, 32), Skinny(16, 1, 64, 16, 0)], ids=["pipelined", "skinny"])
+def test_a_gated_product_without_a_norm_is_refused_in_triton(config: Any) -> None:
+    kernel = pytest.importorskip(f"vla_accel.kernels.gemm.triton_{type(config).__name__.lower()}")
+    x, weights, out = draw(4, 32), make_linear(draw(32, 32), None, torch.float32), torch.empty(4, 16)
+    more = (None,) if isinstance(config, Pipelined) else ()
+    with pytest.raises(EngineError, match="norm"):
+        kernel.product(x, weights, out, Epilogue(activation=GEGLU), None, config, *more)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from vla_accel.errors import EngineError
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm
 from vla_accel.kernels.gemm.triton_moments import store_moments
 from vla_accel.kernels.gemm.weights import Linear
@@ -111,6 +112,12 @@ def product_shape(weights: Linear, epilogue: Epilogue, out: Tensor | Heads, norm
     if kind.gated:
         return ProductShape(*sizes, kind.gate.code, False, out.shape[1])
     return ProductShape(*sizes, kind.code, epilogue.residual)
+
+
+def check_pairs(shape: ProductShape, norm: Norm | None) -> None:
+    """Raise EngineError for pairs of columns without a norm, which the kernels of pairs always divide by."""
+    if shape.half and norm is None:
+        raise EngineError("gemm: expected a norm for rotated heads or a gated product in Triton, got none")
 
 
 @triton.jit

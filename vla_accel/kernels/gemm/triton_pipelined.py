@@ -20,6 +20,7 @@ from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.config import Pipelined
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm, Workspace
 from vla_accel.kernels.gemm.triton_epilogues import (
+    check_pairs,
     epilogue_arguments,
     load_columns,
     load_pair,
@@ -258,6 +259,7 @@ def product(
 ) -> None:  # fmt: skip
     """`vla_accel.kernels.gemm.gemm`."""
     rows, shape = len(x), product_shape(weights, epilogue, out, norm)
+    check_pairs(shape, norm)
     x = x if norm is None else norm.rows(x)
     operands = (x, (weights.weight, weights.sums_scale), None)
     if config.tma:

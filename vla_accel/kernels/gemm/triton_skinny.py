@@ -18,6 +18,7 @@ from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.config import Skinny
 from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm
 from vla_accel.kernels.gemm.triton_epilogues import (
+    check_pairs,
     epilogue_arguments,
     load_columns,
     load_pair,
@@ -161,6 +162,7 @@ def product(
 ) -> None:
     """`vla_accel.kernels.gemm.gemm`. A product of columns takes no norm; no moments are read or written."""
     shape, row_tiles = product_shape(weights, epilogue, out, norm), triton.cdiv(len(x), config.rows)
+    check_pairs(shape, norm)
     operands, after = (weights.weight, weights.sums_scale), epilogue_arguments(weights, epilogue, out, len(x))
     run = {"num_warps": config.parts, "num_stages": 1}
     if norm is not None:
