@@ -102,13 +102,22 @@ def machine(result: Row) -> str:
     return f"{place}, torch {result['software']['torch']}{commit(result)}"
 
 
+MANY = 5
+"""Reports from which on `machines` names only those of other places."""
+
+
 def machines(results: Iterable[tuple[str, Row]], described: Callable[[Row], str] = machine) -> str:
-    """`machine` of several named reports, or another description; with their names where these differ."""
+    """`machine` of several named reports, or another description; with their names where these differ, but for the
+    place of most of many reports."""
     where: dict[str, list[str]] = {}
     for name, result in results:
         where.setdefault(described(result), []).append(name)
     if len(where) == 1:
         return next(iter(where))
+    first, *others = sorted(where.items(), key=lambda item: -len(item[1]))
+    named = [f"{', '.join(dict.fromkeys(names))}: {place}" for place, names in others]
+    if len(first[1]) > MANY:
+        return "; ".join((first[0], *named))
     return "; ".join(f"{', '.join(dict.fromkeys(names))}: {place}" for place, names in where.items())
 
 
