@@ -20,6 +20,7 @@ from tests.support import (
     groot_folders,
     tiny_act,
     tiny_diffusion_policy,
+    tiny_multi_task_dit,
     tiny_pi0_fast,
     tiny_smolvla,
     vla_jepa_folders,
@@ -40,6 +41,7 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "smolvla": tiny_smolvla.write_lerobot,
     "groot_n17": groot_folders.write_isaac,
     "diffusion_policy": tiny_diffusion_policy.write_lerobot,
+    "multi_task_dit": lambda folder: tiny_multi_task_dit.write_lerobot(folder, tokens=40),
     "fastwam": fastwam,
     "vla_jepa": lambda folder: vla_jepa_folders.write(folder, "plain"),
 }

@@ -20,6 +20,8 @@ from vla_accel.nn.resnet import Camera
 
 CAMERAS = ("observation.images.wrist", "observation.images.front")
 FRAME, STATE, ACTIONS, HISTORY = (20, 28), 6, 5, 2
+TOKENS = 12
+"""The longest prompt."""
 TASKS = ("pick up the bowl", "open the drawer", "stop")
 WORDS = ("<start>", *" ".join(TASKS).split(), "<unknown>", "<end>")
 MODES = {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}
@@ -32,18 +34,17 @@ STATISTICS: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, Any] = {
     "n_obs_steps": HISTORY, "horizon": 8, "n_action_steps": 4, "image_crop_shape": [16, 16], "hidden_dim": 48,
     "num_layers": 2, "num_heads": 4, "timestep_embed_dim": 16, "num_inference_steps": 4, "num_integration_steps": 4,
-    "tokenizer_max_length": 12,
 }  # fmt: skip
 """Of config.json."""
 
 
-def config_of(**changes: Any) -> MultiTaskDitConfig:
+def config_of(tokens: int = TOKENS, **changes: Any) -> MultiTaskDitConfig:
     scales = [[np.ravel(STATISTICS[key][name]).tolist() for name in ("mean", "std")] for key in CAMERAS]
     fields: dict[str, Any] = {
-        "vision": ClipVisionConfig(64, 2, 96, 1, 16, 8), "text": ClipTextConfig(64, 2, 96, 1, len(WORDS), 12),
+        "vision": ClipVisionConfig(64, 2, 96, 1, 16, 8), "text": ClipTextConfig(64, 2, 96, 1, len(WORDS), tokens),
         "cameras": tuple(Camera(*FRAME, tuple(mean), tuple(deviation)) for mean, deviation in scales),
         "crop": (16, 16), "state_dim": STATE, "action_dim": ACTIONS, "action_horizon": 8, "width": 48, "depth": 2,
-        "heads": 4, "time_dim": 16, "num_steps": 4, "max_token_len": 12,
+        "heads": 4, "time_dim": 16, "num_steps": 4, "max_token_len": tokens,
     }  # fmt: skip
     return MultiTaskDitConfig(**(fields | changes))
 
@@ -78,18 +79,25 @@ def tokenizer_content() -> dict[str, Any]:
 
 
 def write_lerobot(
-    folder: Path, change: Change = lambda files: None, *, release: str = "0.6.1", prefixed: bool = True, **changes: Any
+    folder: Path,
+    change: Change = lambda files: None,
+    *,
+    release: str = "0.6.1",
+    prefixed: bool = True,
+    tokens: int = TOKENS,
+    **changes: Any,
 ) -> Path:
     """Write a folder. `change` edits the JSON files, `changes` are fields of the network's sizes; `prefixed`: whether
-    names of CLIP's weights have `vision_model` and `text_model`."""
+    names of CLIP's weights have `vision_model` and `text_model`; `tokens`: of the longest prompt."""
     folder.mkdir(parents=True, exist_ok=True)
     features: dict[str, Any] = {key: {"type": "VISUAL", "shape": [3, *FRAME]} for key in CAMERAS}
     features |= {
         "observation.state": {"type": "STATE", "shape": [STATE]},
         "action": {"type": "ACTION", "shape": [ACTIONS]},
     }
-    write_saved(folder, saved("multi_task_dit", release, features, MODES, **SETTINGS), STATISTICS, change)
-    save_file(stored_tensors(tiny_model(config_of(**changes)), prefixed=prefixed), folder / "model.safetensors")
+    settings = {**SETTINGS, "tokenizer_max_length": tokens}
+    write_saved(folder, saved("multi_task_dit", release, features, MODES, **settings), STATISTICS, change)
+    save_file(stored_tensors(tiny_model(config_of(tokens, **changes)), prefixed=prefixed), folder / "model.safetensors")
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_content()))
     return folder
 
