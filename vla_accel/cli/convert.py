@@ -37,8 +37,7 @@ class Convert:
     action_horizon: Number = None
     """Actions of a chunk, without --config."""
     precision: Literal["mixed", "bfloat16", "float32"] = "mixed"
-    """mixed: float32 for the weights that openpi computes in float32, bfloat16 for the rest. Otherwise one precision for
-    all."""
+    """mixed: float32 where openpi computes in float32, bfloat16 for the rest. Others: one type for all weights."""
     assets: Folder = None
     """Folder of the statistics, if it is not in the folder of params/."""
     lora_scale: Annotated[float, Within(0, above=True)] = 1.0

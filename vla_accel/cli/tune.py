@@ -49,7 +49,7 @@ and `device` may be None; `folder` is for files of its own; `films`: whether epi
 @dataclass(frozen=True)
 class Tune(StepOptions, PolicySource):
     """Find the fastest configuration of a checkpoint on this machine that agrees with FP32 eager and, with a benchmark,
-    has the same success. Writes tuned.yaml, tune.json and a report. The same command continues an interrupted search."""
+    succeeds as often. Writes tuned.yaml, tune.json and a report. The same command continues an interrupted search."""
 
     config: Annotated[str | None, Argument("CONFIG")] = None
     """A shipped configuration's name, or a YAML or JSON file. The search replaces its engines and precision; every
@@ -65,7 +65,7 @@ class Tune(StepOptions, PolicySource):
     margin: Annotated[float, Within(0, 99, above=True)] = 2.0
     """Largest loss of success, in percentage points, with which a candidate counts as not worse."""
     confidence: Annotated[float, Within(50, 99.99)] = 95.0
-    """Confidence of the two-sided interval, in percent: with 95, a worse candidate passes with at most 2.5 % probability."""
+    """Confidence of the two-sided interval, in percent: with 95, at most 2.5 % of searches accept a worse one."""
     finalists: Count = 3
     """Number of candidates that may play episodes, the fastest first, until one passes. They share the error rate."""
     episodes: Count = 1000
