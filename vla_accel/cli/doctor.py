@@ -31,8 +31,8 @@ class Doctor:
     config: str | None = None
     """With a checkpoint: a YAML or JSON file with the settings that it lacks: preset, tokenizer, embodiment."""
     observations: Path | None = None
-    """With a checkpoint: observations that vla_accel.measure.recording.save_observations wrote, if recorded with the
-    robot's actions under the key `actions`."""
+    """With a checkpoint: observations that vla_accel.measure.recording.save_observations wrote. If they have a key
+    `actions`, its values are compared with the range of the actions."""
     count: Count = 256
     """Maximum number of observations, spread over the file."""
     json: bool = False
