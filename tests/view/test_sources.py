@@ -18,11 +18,13 @@ from tests.plugins.test_ros_control import Clock, Robot
 from tests.support import toy_command
 from tests.support.eval_support import TASK, FakeEnv, FakePolicy
 from tests.support.viewers import ShownView
+from tests.support.waiting import PATIENCE_S
 from vla_accel.cli.options import read
 from vla_accel.cli.serve import Serve, main
 from vla_accel.errors import ConfigError
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.server import PolicyServer, Replicas
+from vla_accel.view import View
 from vla_accel.view.live import LiveView
 
 
@@ -81,6 +83,40 @@ def test_a_server_shows_each_request_one_chunk_after_the_other() -> None:
         assert curves[f"action/{dim}/chunk"] == list(enumerate(sent[:, dim].tolist()))
     assert curves["state/observation/state/7"] == [(0, 7.0), (HORIZON, 17.0)]
     assert {"latency_ms/server/queue", "latency_ms/server/decode", "latency_ms/server/infer"} <= curves.keys()
+
+
+class Failing(View):
+    on = True
+
+    def inferred(self, *_: Any) -> None:
+        raise RuntimeError("no viewer")
+
+
+@pytest.mark.parametrize(
+    ("view", "actions", "error"),
+    [(Failing(), np.zeros((2, 3)), "no viewer"), (None, np.array(1.0), "TypeError")],
+    ids=["view raises", "actions of no dimension"],
+)
+def test_what_cannot_be_shown_is_one_warning_and_the_server_answers_on(
+    view: View | None, actions: np.ndarray, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("websockets", reason="needs websockets")
+    from tests.support.server_support import EchoPolicy, local
+    from vla_accel.client import PolicyClient
+    from vla_accel.server import background
+
+    class Answers(EchoPolicy):
+        def infer(self, observation: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+            return {"actions": actions}
+
+    with (
+        ShownView() as shown,
+        background(Answers(), local(), view or shown) as server,
+        PolicyClient(server.address, timeout_s=PATIENCE_S) as client,
+    ):
+        for _ in range(3):
+            assert np.array_equal(client.infer({"observation/state": np.zeros(8)})["actions"], actions)
+    assert caplog.text.count("view: ") == 1 and error in caplog.text
 
 
 def test_an_evaluation_shows_what_the_policy_saw_and_the_arm_did() -> None:
