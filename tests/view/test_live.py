@@ -116,15 +116,25 @@ def test_errors_of_the_viewer_are_one_warning(caplog: pytest.LogCaptureFixture) 
         def text(self, path: str, tick: int, seconds: float, text: str) -> None:
             raise OSError("no space left")
 
+        def numbers(self, path: str, ticks: list[int], values: list[float], seconds: list[float]) -> None:
+            if path == "age/ms":
+                raise OSError("no space left")
+            super().numbers(path, ticks, values, seconds)
+
+        def arrange(self, cameras: list[str], actions: list[str]) -> None:
+            raise OSError("no space left")
+
     viewer = Broken()
     view = LiveView(viewer)
     for title in ("a", "b", "c"):
         view.began(title)
-    eventually(lambda: view.failed == 3)
+    view.measured(0, {"age/ms": 1.0, "count/underruns": 2.0})
+    view.inferred(0, {"prompt": "pick", "state": [5.0]}, CHUNK, {})
     view.executed(0, np.zeros(1))
-    eventually(lambda: "action/0/executed" in viewer.curves)
     view.close()
-    assert caplog.text.count("no space left") == 1 and "0 events were dropped, 3 failed" in caplog.text
+    assert {"count/underruns", "state/state/0", "action/0/chunk", "action/0/executed"} <= viewer.curves.keys()
+    assert caplog.text.count("no space left") == 1
+    assert "0 events were dropped, 6 failed" in caplog.text  # four texts, a curve and the panels
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ class LiveView(View):
             except queue.Empty:
                 pass
             if not going_on or self._now() - self._sent_s >= _SEND_EVERY_S:
-                self._safely(self._send)
+                self._send()
         self._safely(self._viewer.close)
 
     def _safely(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -170,11 +170,11 @@ class LiveView(View):
             for path, value in observations.parts(observation):
                 if isinstance(value, bytes):
                     self._panels[0][prefix + path] = None
-                    self._viewer.image(prefix + path, first, seconds, value)
+                    self._safely(self._viewer.image, prefix + path, first, seconds, value)
                 elif isinstance(value, str):
                     if self._texts.get(prefix + path) != value:
                         self._texts[prefix + path] = value
-                        self._viewer.text(prefix + path, first, seconds, value)
+                        self._safely(self._viewer.text, prefix + path, first, seconds, value)
                 else:
                     self._add(prefix + path, first, seconds, value)
         finally:
@@ -202,10 +202,11 @@ class LiveView(View):
     def _send(self) -> None:
         self._sent_s, curves, self._curves = self._now(), self._curves, {}
         for path, (ticks, values, times) in curves.items():
-            self._viewer.numbers(path, ticks, values, [one for one in times if one is not None])
+            seconds = [one for one in times if one is not None]
+            self._safely(self._viewer.numbers, path, ticks, values, seconds)
         if (known := (len(self._panels[0]), len(self._panels[1]))) != self._arranged:
             self._arranged = known
-            self._viewer.arrange(*map(list, self._panels))
+            self._safely(self._viewer.arrange, *map(list, self._panels))
 
 
 class _Warnings(logging.Handler):
