@@ -69,7 +69,6 @@ def test_a_viewer_that_hangs_loses_events_and_delays_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(live, "MOST_EVENTS", 4)
-    monkeypatch.setattr(live, "_CLOSE_S", 0.01)
     gate, entered = threading.Event(), threading.Event()
 
     class Hanging(ShownView.Viewer):
@@ -82,7 +81,7 @@ def test_a_viewer_that_hangs_loses_events_and_delays_nobody(
     assert entered.wait(PATIENCE_S)
     for tick in range(10):
         view.executed(tick, np.zeros(1))
-    view.close()
+    view.close(0.01)
     gate.set()
     assert view.dropped == 6
     assert "6 events were dropped" in caplog.text and "did not take the rest" in caplog.text

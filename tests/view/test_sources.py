@@ -67,6 +67,20 @@ def test_a_loop_closes_the_view_that_it_opened_and_no_other(monkeypatch: pytest.
         assert opened.shown.closed is closed
 
 
+def test_a_loop_that_an_exception_ends_waits_a_second_for_its_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    class Kept(View):
+        def close(self, timeout_s: float = 10.0) -> None:
+            waits.append(timeout_s)
+
+    monkeypatch.setattr("vla_accel.remote.async_runner.open_view", lambda view: Kept())
+    with pytest.raises(KeyboardInterrupt), AsyncRunner(Policy(), hz=50, view="rerun"):
+        raise KeyboardInterrupt
+    AsyncRunner(Policy(), hz=50, view="rerun").close(timeout_s=60.0)
+    assert len(waits) == 2 and 0 <= waits[0] <= 1 < waits[1] <= 60
+
+
 def test_a_server_shows_each_request_one_chunk_after_the_other() -> None:
     pytest.importorskip("websockets", reason="needs websockets")
     from tests.support.server_support import DIM, HORIZON, EchoPolicy, local

@@ -21,7 +21,6 @@ MOST_EVENTS = 2000
 MOST_OBSERVATIONS = 8
 """Observations among them: their images take memory."""
 _SEND_EVERY_S = 0.5
-_CLOSE_S = 10.0
 
 
 class Viewer(Protocol):
@@ -95,16 +94,16 @@ class LiveView(View):
         """Show a line of the log."""
         self._put(self._show_text, "log", self._now(), text)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 10.0) -> None:
         logging.getLogger("vla_accel").removeHandler(self._handler)
-        end = time.monotonic() + _CLOSE_S
+        end = time.monotonic() + timeout_s
         try:
-            self._queue.put(None, timeout=_CLOSE_S)
+            self._queue.put(None, timeout=timeout_s)
         except queue.Full:
             pass
         self._thread.join(max(end - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            logger.warning("view: the viewer did not take the rest within %g s", _CLOSE_S)
+            logger.warning("view: the viewer did not take the rest within %.3g s", timeout_s)
         if self.dropped or self.failed:
             logger.warning("view: %d events were dropped, %d failed", self.dropped, self.failed)
 
