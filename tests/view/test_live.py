@@ -57,6 +57,19 @@ def test_episodes_follow_each_other_and_policies_have_paths_of_their_own() -> No
     assert [text for path, _, text in view.shown.texts if path == "log"] == ["first", "second"]
 
 
+def test_an_episode_begins_after_the_rest_of_the_last_chunk() -> None:
+    with ShownView() as view:
+        for _ in range(2):
+            view.began("an episode")
+            view.inferred(0, {}, np.arange(10.0)[:, None], {})
+            for tick in range(3):
+                view.executed(tick, np.zeros(1))
+            view.warned("stopped")
+    assert [tick for tick, _ in view.shown.curves["action/0/chunk"]] == [*range(20)]
+    assert [tick for tick, _ in view.shown.curves["action/0/executed"]] == [0, 1, 2, 10, 11, 12]
+    assert [tick for _, tick, text in view.shown.texts if text == "stopped"] == [2, 12]
+
+
 def test_the_prompt_is_shown_when_it_changes_and_warnings_are_lines_of_the_log() -> None:
     with ShownView() as view:
         for tick, prompt in enumerate(["a", "a", "b"]):

@@ -55,8 +55,9 @@ class LiveView(View):
         self._queue: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.Queue(MOST_EVENTS)
         self._observations = threading.BoundedSemaphore(MOST_OBSERVATIONS)
         self.dropped = self.failed = 0
-        # Of the thread alone: the first tick of the episode, the newest tick, curves not sent yet, texts, and panels.
-        self._first, self._newest, self._sent_s = 0, -1, 0.0
+        # Of the thread alone: the episode's first tick, the newest and the last planned tick, curves not sent yet, texts
+        # and panels.
+        self._first, self._newest, self._planned, self._sent_s = 0, -1, -1, 0.0
         self._curves: dict[str, tuple[list[int], list[float], list[float | None]]] = {}
         self._texts: dict[str, str] = {}
         self._panels: tuple[dict[str, None], dict[str, None]] = {}, {}
@@ -121,16 +122,16 @@ class LiveView(View):
     # -- in the thread ----------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        going_on = True
-        while going_on:
+        running = True
+        while running:
             try:
                 event = self._queue.get(timeout=_SEND_EVERY_S)
-                going_on = event is not None
+                running = event is not None
                 if event is not None:
                     self._safely(event[0], *event[1])
             except queue.Empty:
                 pass
-            if not going_on or self._now() - self._sent_s >= _SEND_EVERY_S:
+            if not running or self._now() - self._sent_s >= _SEND_EVERY_S:
                 self._send()
         self._safely(self._viewer.close)
 
@@ -143,7 +144,7 @@ class LiveView(View):
                 logger.warning("view: %s: %s; the policy goes on", type(error).__name__, error)
 
     def _begin(self, title: str, seconds: float) -> None:
-        self._first = self._newest + 1
+        self._first = max(self._newest, self._planned) + 1  # after the rest of the last chunk
         self._show_text("log", seconds, title)
 
     def _at(self, tick: int) -> int:
@@ -154,14 +155,15 @@ class LiveView(View):
         self, prefix: str, tick: int, seconds: float, actions: Any, latency_ms: Mapping[str, Any]
     ) -> None:
         first, chunk = self._at(tick), np.asarray(actions, np.float64)
+        self._planned = max(self._planned, first + len(chunk) - 1)
         for name, value in latency_ms.items():
             if isinstance(value, (int, float)):
                 self._add(f"{prefix}latency_ms/{observations.path_of(name).removesuffix('_ms')}", first, seconds, value)
         for index, column in enumerate(chunk.T):
             panel = f"{prefix}action/{index}"
             self._panels[1][panel] = None
-            for ahead, value in enumerate(column.tolist()):
-                self._add(f"{panel}/chunk", first + ahead, None, value)
+            for offset, value in enumerate(column.tolist()):
+                self._add(f"{panel}/chunk", first + offset, None, value)
 
     def _show_observation(self, prefix: str, tick: int, seconds: float, observation: Mapping[str, Any]) -> None:
         try:

@@ -19,7 +19,7 @@ class View:
     """Whether anything is shown."""
 
     def began(self, title: str) -> None:
-        """An episode begins: its ticks count from 0, and continue those before on the time axis."""
+        """An episode begins: its ticks count from 0, and follow all ticks shown before, planned ones included."""
 
     def inferred(
         self,
