@@ -181,6 +181,7 @@ def test_what_is_no_picture_number_or_text_is_left_out() -> None:
         ("rerun://gpu-box:9876", Target("gpu-box:9876")),
         ("rerun://[::1]:9876", Target("[::1]:9876")),
         ("rerun:run.rrd", Target(file=Path("run.rrd"))),
+        ("rerun:~/a/run.rrd", Target(file=Path.home() / "a" / "run.rrd")),
     ],
 )
 def test_a_target_is_a_viewer_an_address_or_a_file(text: str, target: Target) -> None:

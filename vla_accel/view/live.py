@@ -55,7 +55,7 @@ class LiveView(View):
         self._queue: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.Queue(MOST_EVENTS)
         self._observations = threading.BoundedSemaphore(MOST_OBSERVATIONS)
         self.dropped = self.failed = 0
-        # Of the thread alone: the episode's first tick, the newest and the last planned tick, curves not sent yet, texts
+        # The thread's own: the episode's first tick, the newest and the last planned tick, curves not sent yet, texts,
         # and panels.
         self._first, self._newest, self._planned, self._sent_s = 0, -1, -1, 0.0
         self._curves: dict[str, tuple[list[int], list[float], list[float | None]]] = {}
