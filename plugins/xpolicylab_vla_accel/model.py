@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,12 +41,8 @@ class Model:
         if action_type not in ARMS:
             raise ConfigError(f"action_type: expected one of {', '.join(ARMS)}, got {action_type!r}")
         self.action_type: str = action_type
-        self.actions_per_chunk = model_cfg.get("actions_per_chunk")
-        if self.actions_per_chunk is not None and not (
-            isinstance(self.actions_per_chunk, int) and self.actions_per_chunk >= 1
-        ):
-            raise ConfigError(f"actions_per_chunk: expected at least 1, got {self.actions_per_chunk!r}")
         self.policy = open_policy(model_cfg)
+        self.actions_per_chunk = actions_per_chunk(self.policy.metadata, model_cfg.get("actions_per_chunk"))
         for name, found in (("a history of observations", history_of), ("warm starts", starts_warm),
                             ("temporal ensembling", ensemble_of)):  # fmt: skip
             if found(self.policy):
@@ -137,6 +134,14 @@ def open_policy(model_cfg: Mapping[str, Any]) -> Any:
     from vla_accel.policy import OptimizedPolicy
 
     return OptimizedPolicy.from_pretrained(where, own.pop("config"), **own, seed=model_cfg.get("seed"))
+
+
+def actions_per_chunk(metadata: Mapping[str, Any], count: Any) -> int | None:
+    """The executed actions of a chunk; None: all. Raises ConfigError for more than the policy returns."""
+    most = metadata.get("returned_actions", metadata.get("action_horizon", math.inf))
+    if count is not None and (type(count) is not int or not 1 <= count <= most):
+        raise ConfigError(f"actions_per_chunk: expected an integer from 1 to {most}, got {count!r}")
+    return count
 
 
 def camera_keys(images: Sequence[str], given: Mapping[str, str] | None) -> dict[str, str]:

@@ -31,7 +31,7 @@ class Policy:
     """Action i is the state plus i; batches are counted."""
 
     def __init__(self, width: int = 14, **metadata: Any) -> None:
-        self.metadata = {"robot": ALOHA.described(), **metadata}
+        self.metadata = {"robot": ALOHA.described(), "action_horizon": 4, **metadata}
         self.width, self.seen, self.batches, self.resets = width, [], [], 0
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,6 +122,9 @@ def test_compressed_images_are_read_as_rgb(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({"action_type": "pose"}, Policy(), "action_type"),
         ({"actions_per_chunk": 0}, Policy(), "actions_per_chunk"),
+        ({"actions_per_chunk": True}, Policy(), "actions_per_chunk"),
+        ({"actions_per_chunk": 5}, Policy(), "actions_per_chunk.* 4, got 5"),
+        ({"actions_per_chunk": 4}, Policy(returned_actions=3), "actions_per_chunk.* 3, got 4"),
         ({"cameras": {"cam_head": "images/other"}}, Policy(), "cameras"),
         ({}, Policy(robot={**ALOHA.described(), "images": ["front"]}), "cameras"),
         ({}, Policy(robot={**ALOHA.described(), "state": ["a", "b"]}), "state"),
