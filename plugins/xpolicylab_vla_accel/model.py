@@ -144,16 +144,18 @@ def actions_per_chunk(metadata: Mapping[str, Any], count: Any) -> int | None:
     return count
 
 
-def camera_keys(images: Sequence[str], given: Mapping[str, str] | None) -> dict[str, str]:
-    """The policy's key of each camera. Raises ConfigError for a key of the policy without a camera, or another key."""
-    if given is None:
+def camera_keys(images: Sequence[str], mapping: Mapping[str, str | None] | None) -> dict[str, str]:
+    """The policy's key of each camera. Raises ConfigError unless the mapping has each key once, or a null instead."""
+    if mapping is None:
         ends = [(name, end) for name, endings in CAMERAS.items() for end in endings]
-        given = {name: key for key in images for name, end in ends if key.endswith(end)}
-        if set(given.values()) != set(images):
-            raise ConfigError(f"cameras: expected the camera of each of {', '.join(images)}: cameras: {{cam_head: …}}")
-    if not isinstance(given, Mapping) or not given or not set(given.values()) <= set(images):
-        raise ConfigError(f"cameras: expected {{NAME: KEY}} with keys of {', '.join(images)}, got {given!r}")
-    return dict(given)
+        mapping = {name: key for key in images for name, end in ends if key.endswith(end)}
+    named = mapping if isinstance(mapping, Mapping) else {}
+    used = {name: key for name, key in named.items() if key is not None}
+    missing = [key for key in images if key not in used.values()]
+    if len(used) + len(missing) != len(images) or len(missing) > len(named) - len(used):
+        each = f"{{NAME: KEY}} with each of {', '.join(images)} once"
+        raise ConfigError(f"cameras: expected {each}, or NAME: null to leave one out, got {mapping!r}")
+    return used
 
 
 def picture(camera: Any, name: str) -> np.ndarray:

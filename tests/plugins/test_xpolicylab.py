@@ -24,6 +24,7 @@ from vla_accel.transforms.robots import ALOHA
 
 FOLDER = ROOT / "plugins" / "xpolicylab_vla_accel"
 SETTINGS = {**yaml.safe_load((FOLDER / "deploy.yml").read_text()), "ckpt_name": "some", "action_type": "joint"}
+KEYS = dict(zip(model.CAMERAS, ALOHA.images, strict=True))
 SIZES = {"left_arm_joint_state": 6, "left_ee_joint_state": 1, "right_arm_joint_state": 6, "right_ee_joint_state": 1}
 
 
@@ -76,6 +77,14 @@ def test_the_policy_gets_images_state_and_prompt_under_its_keys(monkeypatch: pyt
     assert len(chunk) == 4 and chunk[0]["left_arm_joint_state"].dtype == np.float32
 
 
+def test_a_null_leaves_a_camera_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy()
+    adapter = made(monkeypatch, policy, cameras={**KEYS, "cam_left_wrist": None})
+    adapter.update_obs(seen())
+    adapter.get_action()
+    assert {*ALOHA.images} - {*policy.seen[0]} == {KEYS["cam_left_wrist"]}
+
+
 def test_environments_are_answered_in_one_pass_by_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy()
     adapter = made(monkeypatch, policy, actions_per_chunk=2)
@@ -125,7 +134,11 @@ def test_compressed_images_are_read_as_rgb(monkeypatch: pytest.MonkeyPatch) -> N
         ({"actions_per_chunk": True}, Policy(), "actions_per_chunk"),
         ({"actions_per_chunk": 5}, Policy(), "actions_per_chunk.* 4, got 5"),
         ({"actions_per_chunk": 4}, Policy(returned_actions=3), "actions_per_chunk.* 3, got 4"),
-        ({"cameras": {"cam_head": "images/other"}}, Policy(), "cameras"),
+        ({"cameras": "top"}, Policy(), "cameras"),
+        ({"cameras": {**KEYS, "cam_head": "images/other"}}, Policy(), "cameras"),
+        ({"cameras": {**KEYS, "cam_left_wrist": KEYS["cam_head"]}}, Policy(), "cameras"),
+        ({"cameras": {**KEYS, "other": KEYS["cam_head"]}}, Policy(), "cameras"),
+        ({"cameras": {"cam_head": KEYS["cam_head"], "cam_left_wrist": None}}, Policy(), "cameras"),
         ({}, Policy(robot={**ALOHA.described(), "images": ["front"]}), "cameras"),
         ({}, Policy(robot={**ALOHA.described(), "state": ["a", "b"]}), "state"),
         ({}, Policy(history=2), "history"),
