@@ -22,6 +22,8 @@ CAMERAS = {
 ARMS = {"joint": ("arm_joint_state", "joint_state"), "ee": ("ee_pose",)}
 """By action type: keys of an arm, the first of which actions have."""
 HAND = "ee_joint_state"
+CHECKPOINTS, SERVERS = ("config", "device", "num_steps"), ("policy", "api_key_file", "tls_ca")
+"""Settings of one kind of policy only."""
 
 
 class Model:
@@ -122,18 +124,22 @@ class Model:
 def open_policy(model_cfg: Mapping[str, Any]) -> Any:
     """Load the checkpoint of `ckpt_name`, or connect to a server. Raises ConfigError for settings of the other kind."""
     where = model_cfg.get("ckpt_name")
-    own = {name: model_cfg.get(name) for name in ("config", "device", "num_steps")}
     if not isinstance(where, str) or not where:
         raise ConfigError(f"ckpt_name: expected a checkpoint or ws://host:port, got {where!r}")
-    if "://" in where:
-        from vla_accel.client import PolicyClient
+    remote = "://" in where
+    kind, others = ("a server's address", CHECKPOINTS) if remote else ("a checkpoint", SERVERS)
+    if wrong := [name for name in others if model_cfg.get(name) is not None]:
+        raise ConfigError(f"{', '.join(wrong)}: expected null with {kind} as ckpt_name, got {model_cfg[wrong[0]]!r}")
+    if remote:
+        from vla_accel.client import PolicyClient, read_key
 
-        if given := [name for name, value in own.items() if value is not None]:
-            raise ConfigError(f"{', '.join(given)}: a remote policy is configured at its server, got ckpt_name {where}")
-        return PolicyClient(where)
+        file = model_cfg.get("api_key_file")
+        key = None if file is None else read_key(file)
+        return PolicyClient(where, policy=model_cfg.get("policy"), api_key=key, tls_ca=model_cfg.get("tls_ca"))
     from vla_accel.policy import OptimizedPolicy
 
-    return OptimizedPolicy.from_pretrained(where, own.pop("config"), **own, seed=model_cfg.get("seed"))
+    config, device, num_steps, seed = (model_cfg.get(name) for name in (*CHECKPOINTS, "seed"))
+    return OptimizedPolicy.from_pretrained(where, config, device=device, num_steps=num_steps, seed=seed)
 
 
 def actions_per_chunk(metadata: Mapping[str, Any], count: Any) -> int | None:

@@ -177,19 +177,30 @@ def test_actions_of_another_robot_are_refused(monkeypatch: pytest.MonkeyPatch) -
         adapter.get_action()
 
 
-@pytest.mark.parametrize("changes", [{"ckpt_name": None}, {"ckpt_name": "ws://127.0.0.1:1", "num_steps": 3}])
-def test_settings_of_the_other_kind_of_policy_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"ckpt_name": None}, "ckpt_name"),
+        *(({"ckpt_name": "ws://127.0.0.1:1", name: 3}, f"{name}: .*server.*3") for name in model.CHECKPOINTS),
+        *(({"ckpt_name": "demo", name: "some"}, f"{name}: .*checkpoint.*some") for name in model.SERVERS),
+        ({"ckpt_name": "ws://127.0.0.1:1", "api_key_file": "no such file"}, "api_key_file .*readable"),
+    ],
+)
+def test_settings_of_the_other_kind_of_policy_are_refused(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
         model.open_policy({**SETTINGS, **changes})
 
 
-def test_a_servers_policy_answers_one_environment_and_several() -> None:
+def test_a_servers_policy_answers_one_environment_and_several(tmp_path: Path) -> None:
     pytest.importorskip("tests.support.server_support")
     from tests.support.server_support import local
-    from vla_accel.server import background
+    from vla_accel.server import PolicyRegistry, background
 
-    with background(Policy(), local()) as server:
-        adapter = Model({**SETTINGS, "ckpt_name": server.address})
+    file = tmp_path / "key"
+    file.write_text("secret\n")
+    policies = PolicyRegistry({"other": lambda: (Policy(width=7), 0), "arms": lambda: (Policy(), 0)})
+    with background(policies, local(api_key_file=file)) as server:
+        adapter = Model({**SETTINGS, "ckpt_name": server.address, "policy": "arms", "api_key_file": str(file)})
         adapter.update_obs_batch([seen(env_idx=0), seen(50.0, env_idx=1)])
         firsts = [chunk[0]["left_arm_joint_state"][0] for chunk in adapter.get_action_batch()]
         assert firsts == [0, 50] and len(adapter.get_action_batch([1])) == 1
