@@ -141,7 +141,7 @@ class LiveView(View):
         except Exception as error:
             self.failed += 1
             if self.failed == 1:
-                logger.warning("view: %s: %s; the policy goes on", type(error).__name__, error)
+                logger.warning("view: %s: %s; the policy continues", type(error).__name__, error)
 
     def _begin(self, title: str, seconds: float) -> None:
         self._first = max(self._newest, self._planned) + 1  # after the rest of the last chunk
