@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ import torch
 
 import vla_accel
 from tests.support.small_lerobot_policy import Policy, batch_of
+from vla_accel.attachment.lerobot import LerobotReader
 from vla_accel.attachment.noise import RecordedNoise
-from vla_accel.attachment.prepared import one_length, one_number
+from vla_accel.attachment.prepared import PreparedReader, one_length, one_number
+from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError, ObservationError
 
 CLOSE = 1e-4
@@ -23,6 +27,15 @@ HOLE = torch.tensor([[True, False, True, True, True, True, True]])
 def answer(policy: Policy, count: int = 1, **others: Any) -> torch.Tensor:
     torch.manual_seed(3)
     return policy.predict_action_chunk(batch_of(count), **others)
+
+
+def prepared(settings: PolicyConfig) -> Any:
+    """The reader of a policy whose batches are the model's inputs, as far as its settings need it."""
+
+    class Small(PreparedReader):
+        _network = _variant = _inputs = Mock(side_effect=AssertionError("the settings are read first"))
+
+    return Small(Policy(), settings, "groot")
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -142,12 +155,13 @@ def changed(**fields: Any) -> Callable[[Policy], object]:
     ("change", "word"),
     [
         (changed(type="tdmpc"), "tdmpc"),
+        (changed(type="multi_task_dit"), "does not support multi_task_dit: load its folder"),
         (changed(add_image_special_tokens=True), "add_image_special_tokens"),
         (changed(unheard_of=1), "unheard_of"),
         (lambda policy: policy.model.register_parameter("more", torch.nn.Parameter(torch.ones(1))), "model.more"),
         (changed(normalization_mapping={"VISUAL": "MEAN_STD"}), "preprocessor"),
     ],
-    ids=["type", "setting", "unknown setting", "weight", "normalized images"],
+    ids=["type", "type without a reader", "setting", "unknown setting", "weight", "normalized images"],
 )
 def test_a_policy_of_another_kind_stays_as_it_is(
     change: Callable[[Policy], object], word: str, caplog: pytest.LogCaptureFixture
@@ -159,6 +173,34 @@ def test_a_policy_of_another_kind_stays_as_it_is(
     assert not attached.active and torch.equal(answer(policy), before)
     (warning,) = warnings(caplog)
     assert word in warning and "Policy" in warning
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"checkpoint": {"lora": "/nonexistent"}}, {"checkpoint": {"tokenizer": "/nonexistent"}},
+        {"checkpoint": {"embodiment": "x"}}, {"checkpoint": {"domain": 3}}, {"checkpoint": {"action_horizon": 5}},
+        {"preset": "libero"}, {"default_prompt": "pick up"}, {"warm_up": ["pick up"]}, {"seed": 1},
+        {"warm_start": 0.5}, {"rtc": {"schedule": "exp"}},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("make", [lambda s: LerobotReader(Policy(), s, None), prepared], ids=["raw", "prepared"])
+def test_a_setting_that_is_not_read_is_refused(make: Callable[[PolicyConfig], Any], settings: dict[str, Any]) -> None:
+    (name,) = settings
+    name += f".{next(iter(settings[name]))}" if name == "checkpoint" else ""
+    with pytest.raises(ConfigError, match=rf"^{name}: .*an attached \w+"):
+        make(load_config(settings))
+
+
+def test_warm_start_needs_real_time_chunking() -> None:
+    """With `rtc_config` calls have a previous chunk."""
+    policy = Policy()
+    policy.config.rtc_config = SimpleNamespace(
+        enabled=True, debug=False, execution_horizon=4, max_guidance_weight=1.0,
+        prefix_attention_schedule=SimpleNamespace(value="LINEAR"),
+    )  # fmt: skip
+    assert vla_accel.attach(policy, {"warm_start": 0.5}).active
 
 
 def test_an_object_that_is_no_policy_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,6 +24,7 @@ from vla_accel.nn.clip import ClipVisionConfig
 EAGER: dict[str, Any] = {"precision": "fp32", "strict": True, "vision": "eager", "kv_cache": "eager",
                          "denoise": "eager"}  # fmt: skip
 NATIVE = {**EAGER, "vision": "native", "kv_cache": "native", "denoise": "native"}
+BF16 = {**NATIVE, "precision": "bf16"}
 FLOW = {"objective": "flow_matching"}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ddpm": ({}, {}),
@@ -75,23 +76,24 @@ def test_what_a_setting_says_changes_the_actions(tmp_path: Path) -> None:
     assert np.abs(found[0] - found[1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("settings", [EAGER, NATIVE], ids=["eager", "native"])
-def test_bf16_is_near_fp32(settings: dict[str, Any], tmp_path: Path) -> None:
-    exact = policy_of(tmp_path, variant="flow")
-    rough = OptimizedPolicy.from_pretrained(tmp_path, {**settings, "precision": "bf16"}, device="cpu")
-    given, noise = observation(0, 2), np.random.default_rng(0).standard_normal(exact.noise_shape)
-    want, got = (one.infer(given, noise=noise)["actions"] for one in (exact, rough))
-    assert 0 < np.abs(got - want).max() < 0.02 * np.abs(want).max()
-
-
-def test_fp8_and_int8_are_of_the_blocks_weights(tmp_path: Path) -> None:
-    bf16 = policy_of(tmp_path, {**NATIVE, "precision": "bf16"}, "flow")
-    given, drawn = observation(0, 2), np.random.default_rng(0).standard_normal(bf16.noise_shape)
-    want = bf16.infer(given, noise=drawn)["actions"]
-    for precision in ("fp8", "int8"):
-        low = {**NATIVE, "precision": "bf16", "denoise": {"engine": "native", "precision": precision}}
-        got = OptimizedPolicy.from_pretrained(tmp_path, low, device="cpu").infer(given, noise=drawn)["actions"]
-        assert 0 < np.abs(got - want).max() < 1.0
+@pytest.mark.parametrize(
+    ("high", "low", "limit"),
+    [
+        (EAGER, {**EAGER, "precision": "bf16"}, 0.03), (NATIVE, BF16, 0.03),
+        (BF16, {**BF16, "denoise": {"engine": "native", "precision": "fp8"}}, 0.15),
+        (BF16, {**BF16, "denoise": {"engine": "native", "precision": "int8"}}, 0.04),
+    ],
+    ids=["eager bf16", "native bf16", "fp8", "int8"],
+)  # fmt: skip
+def test_a_lower_precision_changes_actions_by_a_part_of_what_an_observation_changes(
+    high: dict[str, Any], low: dict[str, Any], limit: float, tmp_path: Path
+) -> None:
+    exact = policy_of(tmp_path, high, "flow")
+    rough = OptimizedPolicy.from_pretrained(tmp_path, low, device="cpu")
+    noise = 0.3 * np.random.default_rng(0).standard_normal(exact.noise_shape)  # more would hide the observation
+    want, other = (exact.infer(observation(seed, 2), noise=noise)["actions"] for seed in (0, 1))
+    got = rough.infer(observation(0, 2), noise=noise)["actions"]
+    assert 0 < np.square(got - want).mean() < limit**2 * np.square(other - want).mean()
 
 
 # -- observations -------------------------------------------------------------------------------------------------

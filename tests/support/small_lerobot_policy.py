@@ -19,7 +19,7 @@ STATE, TOKENS = 6, 7
 class Config:
     """A policy's config, as lerobot saves it."""
 
-    rtc_config = None
+    rtc_config: Any = None
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content

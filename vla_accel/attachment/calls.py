@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +15,16 @@ from torch import Tensor, nn
 from vla_accel.config import PolicyConfig, RtcConfig
 from vla_accel.errors import ConfigError, VlaAccelError
 from vla_accel.families.family import Family
-from vla_accel.families.loading import Checkpoint
+from vla_accel.families.loading import Checkpoint, refuse_settings
 
+_UNREAD = {
+    "preset": "whose processors describe the robot",
+    "default_prompt": "whose calls have prompts",
+    "warm_up": "whose first call builds the engines",
+    "rtc": "which has its own rtc_config",
+    "seed": "whose noise comes from torch's generator",
+}
+"""Settings that an attached policy does not read, with the reason."""
 _log = logging.getLogger("vla_accel.attach")
 
 
@@ -69,6 +77,21 @@ def saved_config(policy: Any) -> Iterator[Path]:
         except VlaAccelError as error:
             text = str(error).replace(f"{folder}/", "").replace(folder, type(policy).__name__)
             raise type(error)(text) from error
+
+
+def check_settings(
+    family: Family[Any, Any, Any], settings: PolicyConfig, known: Sequence[str] = (), *, chunking: bool
+) -> None:
+    """Raise ConfigError for a setting that an attached policy would ignore.
+
+    Args:
+        family: The policy's family.
+        settings: The user's settings.
+        known: The fields of `settings.checkpoint` that the reader uses.
+        chunking: Whether calls of the policy may have a previous chunk.
+    """
+    unread = _UNREAD if chunking else {**_UNREAD, "warm_start": "whose calls have no previous chunk"}
+    refuse_settings(f"an attached {family.name}", settings, known, unread)
 
 
 def refuse_arguments(method: str, others: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vla_accel.attachment.batches import MASK, TOKENS, pixels, prompt_tokens
-from vla_accel.attachment.calls import Call, enabled_rtc, guidance, refuse_arguments, saved_config
+from vla_accel.attachment.calls import Call, check_settings, enabled_rtc, guidance, refuse_arguments, saved_config
 from vla_accel.attachment.weights import ModuleWeights
 from vla_accel.checkpoints.lerobot import is_lerobot_config, reads_prompt
 from vla_accel.checkpoints.lerobot_settings import (
@@ -62,6 +62,10 @@ _UNREAD = {
 """Further entries of a batch that a policy would read."""
 _TASKS = {"vla_jepa": "Execute the robot action."}
 """The instruction of a batch without one."""
+_KNOWN = {"fastwam": ("wan",), "pi0_fast": ("relaxed_actions",)}
+"""The fields of `PolicyConfig.checkpoint` that are used."""
+_REFUSED = ("multi_task_dit",)
+"""Types of policies that run from their folders only."""
 _PLAIN = {"use_relative_actions": False, "binarize_gripper": False}
 """Settings of what happens around a policy, to actions that it has returned."""
 _SCALED = (NORMALIZE, UNNORMALIZE)
@@ -112,7 +116,10 @@ class LerobotReader:
             if not is_lerobot_config(content):
                 raise ConfigError(f"policy.config: expected a type and features, got {', '.join(content)}")
             self._kind: str = content["type"]
-            family = _family_of(content, weights)
+            if self._kind in _REFUSED:
+                raise ConfigError(f"policy: attach does not support {self._kind}: load its folder instead")
+            family, requested = _family_of(content, weights), enabled_rtc(policy)
+            check_settings(family, settings, _KNOWN.get(self._kind, ()), chunking=requested is not None)
             content |= {name: value for name, value in _PLAIN.items() if name in content}
             if self._kind == "evo1":  # whose actions have the network's columns
                 content["postprocess_action_dim"] = content["max_action_dim"]
@@ -140,7 +147,7 @@ class LerobotReader:
         self._processor, self._first = processor, True
         name = type(policy).__name__
         self.checkpoint = Checkpoint(name, family, model, self._transforms(), settings=settings)
-        if (requested := enabled_rtc(policy)) is not None:
+        if requested is not None:
             settings = replace(settings, rtc=guidance(requested, family, model.config.action_horizon))
         self.settings = settings
         owner, _, self.method = _METHODS.get(self._kind, "predict_action_chunk").rpartition(".")

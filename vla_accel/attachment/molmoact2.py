@@ -33,7 +33,7 @@ _NO_STATE = np.zeros(0, np.float32)
 class MolmoAct2Reader(PreparedReader):
     """A `MolmoAct2Policy` of lerobot (`calls.Reader`)."""
 
-    title = "action_dim_is_pad"
+    title, known = "action_dim_is_pad", ("tokenizer",)
 
     def __init__(self, policy: Any, settings: PolicyConfig) -> None:
         self._weights, self._stated = ModuleWeights(policy), policy.model.config

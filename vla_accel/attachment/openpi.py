@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.attachment.batches import finite_state, pixels, prompt_tokens
-from vla_accel.attachment.calls import Call
+from vla_accel.attachment.calls import Call, check_settings
 from vla_accel.attachment.prepared import PreparedTransforms
 from vla_accel.attachment.weights import ModuleWeights
 from vla_accel.checkpoints.paligemma import dialect_of
@@ -24,7 +24,7 @@ _CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 
 
 class OpenpiReader:
-    """openpi's π0 or π0.5 (`calls.Reader`). The denoising steps are those of the first call."""
+    """openpi's π0 or π0.5 (`calls.Reader`). The denoising steps are those of the configuration or the first call."""
 
     method, takes_noise = "sample_actions", True
 
@@ -38,16 +38,20 @@ class OpenpiReader:
             max_token_len=config.max_token_len,
         )
         self._config = infer_config(weights.shapes, dialect_of(weights.shapes)[1], stated, name)
+        family = family_named(self._config.kind)
+        check_settings(family, settings, chunking=False)
         network, transforms = load_weights(weights, self._config, name), PreparedTransforms(config.action_dim)
-        self.checkpoint = Checkpoint(name, family_named(self._config.kind), network, transforms, settings=settings)
-        self._steps: int | None = None
+        self.checkpoint = Checkpoint(name, family, network, transforms, settings=settings)
+        self._steps = settings.num_steps
 
     def call(self, device: Any, observation: Any, noise: Tensor | None = None, num_steps: int = 10) -> Call:
         """Read an observation (`calls.Reader`)."""
         if self._steps is None:
             self._steps, self.settings = num_steps, replace(self.settings, num_steps=num_steps)
         if num_steps != self._steps:
-            raise ConfigError(f"num_steps: expected {self._steps}, as in the first call, got {num_steps}")
+            raise ConfigError(
+                f"num_steps: expected {self._steps}, as in the configuration or the first call, got {num_steps}"
+            )
         images, side = [], self._config.vision.image_size
         for key in _CAMERAS:
             masks = set(observation.image_masks[key].flatten().tolist())

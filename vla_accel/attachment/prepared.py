@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vla_accel.attachment.calls import Call, enabled_rtc, guidance, refuse_arguments
+from vla_accel.attachment.calls import Call, check_settings, enabled_rtc, guidance, refuse_arguments
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.families.family import family_named
@@ -57,17 +57,21 @@ class PreparedReader(ABC):
     """A policy of lerobot whose processors make the model's inputs (`calls.Reader`).
 
     Attributes:
+        known: The fields of `PolicyConfig.checkpoint` that the reader uses.
         variant: What the network depends on and only a batch says, such as its embodiment, with the name `title`; None
             until the first batch, with which all later ones must agree.
     """
 
     method, takes_noise = "predict_action_chunk", False
+    known: tuple[str, ...] = ()
     title: str
     variant: Any = None
 
     def __init__(self, policy: Any, settings: PolicyConfig, family: str) -> None:
         self.owner, self._family = policy, family_named(family)
-        network, requested = self._network(None), self._rtc(policy)
+        requested = self._rtc(policy)
+        check_settings(self._family, settings, self.known, chunking=requested is not None)
+        network = self._network(None)
         if requested is not None:
             settings = replace(settings, rtc=guidance(requested, self._family, network.config.action_horizon))
         self.settings = settings

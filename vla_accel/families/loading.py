@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from vla_accel.checkpoints.hub import HubName
 from vla_accel.checkpoints.lerobot import is_migrated
 from vla_accel.checkpoints.lora import CONFIG, Lora, is_adapter, read_lora
 from vla_accel.checkpoints.weights import SafetensorsWeights, listing, read_json, some
-from vla_accel.config import CheckpointSpec, PolicyConfig
+from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, unknown
 from vla_accel.families.family import FAMILIES, Family, family_named
 from vla_accel.files import user_path
@@ -113,15 +114,28 @@ def _check_settings(family: Family[Any, Any, Any], settings: PolicyConfig) -> No
     """Raise ConfigError for a setting of the checkpoint or of prompts that the family would ignore."""
     able = family.capabilities
     known = (*(_SETTINGS if able.prompt else ()), *(("lora",) if able.lora else ()), *able.settings)
-    usual = asdict(CheckpointSpec())
-    for name, value in asdict(settings.checkpoint).items():
-        if name not in known and value != usual[name]:
-            raise ConfigError(
-                f"checkpoint.{name}: {family.name} has no such setting, expected {', '.join(known) or 'none'}"
-            )
-    for name in () if able.prompt else ("default_prompt", "warm_up"):
-        if value := getattr(settings, name):
-            raise ConfigError(f"{name}: expected none for {family.name}, which reads no prompt, got {value!r:.60}")
+    why = "which reads no prompt"
+    refuse_settings(family.name, settings, known, {} if able.prompt else {"default_prompt": why, "warm_up": why})
+
+
+def refuse_settings(
+    name: str, settings: PolicyConfig, known: Sequence[str], unread: Mapping[str, str]
+) -> None:  # fmt: skip
+    """Raise ConfigError for a setting that would be ignored.
+
+    Args:
+        name: The family or policy, for the message.
+        settings: The settings.
+        known: The fields of `settings.checkpoint` that are read.
+        unread: The other fields of `settings` that are not read, each with the reason.
+    """
+    usual = PolicyConfig()
+    for key, value in asdict(settings.checkpoint).items():
+        if key not in known and value != getattr(usual.checkpoint, key):
+            raise ConfigError(f"checkpoint.{key}: {name} has no such setting, expected {', '.join(known) or 'none'}")
+    for key, why in unread.items():
+        if (value := getattr(settings, key)) != getattr(usual, key):
+            raise ConfigError(f"{key}: expected none for {name}, {why}, got {value!r:.60}")
 
 
 def base_and_lora(path_or_name: str | Path, lora: str | None = None) -> tuple[Path, Path | None]:

@@ -43,6 +43,8 @@ TOKENIZER = "openai/clip-vit-base-patch16"
 _CLIP = ("clip-vit-base-patch16", "clip-vit-base-patch32", "clip-vit-large-patch14", "clip-vit-large-patch14-336")
 """OpenAI's models. Others that are called CLIP have other activations or heads."""
 _CLIP_HEAD = 64
+_STEPS = 100
+"""lerobot's default of `num_integration_steps`."""
 _OBSERVATION, _HEAD = "observation_encoder.", "noise_predictor."
 _TEXT = _OBSERVATION + "text_encoder."
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -216,7 +218,7 @@ def _objective(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
         method = required(content, "integration_method", str, path)
         if method != "euler":
             raise CheckpointError(f"{path}: integration_method: expected euler, got {method!r:.60}: not supported")
-        return {"scheduler": None, "num_steps": denoising_steps(content, "num_integration_steps", path)}
+        return {"scheduler": None, "num_steps": denoising_steps(content, "num_integration_steps", path, _STEPS)}
     if objective != "diffusion":
         raise CheckpointError(f"{path}: objective: expected diffusion or flow_matching, got {objective!r:.60}")
     train_steps = size_of(content, "num_train_timesteps", path)
