@@ -80,7 +80,7 @@ def test_mcnemar_by_hand(lost: int, gained: int, p: float) -> None:
 
 def test_mcnemar_of_many_pairs() -> None:
     assert mcnemar_exact(1000, 1000) == 1.0 and 0 < mcnemar_exact(1500, 500) < 1e-100
-    with pytest.raises(ConfigError, match="at least 0, got -1"):
+    with pytest.raises(ConfigError, match=r"at least 0 .*, got -1"):
         mcnemar_exact(-1, 3)
 
 
