@@ -74,6 +74,7 @@ SERVE = {
     "ray": "--ray local",
     "num_steps": "--num-steps 3",
     "schedule": "--schedule cubic",
+    "view": "--view rerun:x.rrd",
 }
 """Each option as it is typed, behind what it needs; without its own words the command is another one."""
 SERVE_ALONE = {
@@ -94,6 +95,16 @@ class Made:
     infer_batch = infer
 
 
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A view that was not opened."""
+
+    target: str | None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What `vla-accel serve` would serve, with which limits."""
@@ -109,18 +120,19 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("vla_accel.cli.common.check_names", lambda *given: None)
     monkeypatch.setattr(serve.Load, "sized", lambda self, device: (self(device), 1))
     found: list[Any] = []
-    monkeypatch.setattr(serve, "serve", lambda what, limits: found.append((what, limits)))
+    monkeypatch.setattr(serve, "open_view", Opened)
+    monkeypatch.setattr(serve, "serve", lambda what, limits, view=None: found.append((what, limits, view)))
 
     def run(words: str) -> Any:
         loaded.clear()
         found.clear()
         assert main(["serve", *shlex.split(words)]) == 0
-        ((what, limits),) = found
+        ((what, limits, view),) = found
         if isinstance(what, (Replicas, RayReplicas)):
             return what, limits
         assert isinstance(what, PolicyRegistry)
         what.start()
-        return [*loaded], what.names, what.budget, limits
+        return [*loaded], what.names, what.budget, limits, view
 
     return run
 
