@@ -39,7 +39,7 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     """The result, how exact the exact flow is, and what the comparison could have missed."""
     default, chosen = result["rows"][0], chosen_of(result)
     if chosen is default:
-        text = f"Keep the checkpoint's own, {default['name']}: no other schedule is shown to end as near to the exact flow."
+        text = f"Keep the checkpoint's own schedule, {default['name']}: no other one is shown to end as near."
     else:
         text = (
             f"Chosen: {_full_name(chosen)}. It ends no further from the exact flow than the checkpoint's own schedule, "
