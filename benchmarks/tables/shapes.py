@@ -84,7 +84,7 @@ def calls(results: Sequence[Row]) -> str:
         line[row["system"]] = row
         systems[row["system"]] = lambda line, name=row["system"]: _with_floor(line.get(name))
     where = "; ".join(dict.fromkeys(machine(result) for _, result, _ in timed_calls(results)))
-    note = f"Median ms of a whole call (its floor); rows: those of the denoising loop at every step. {where}."
+    note = f"Median ms of a whole call (its floor); rows: of the denoising loop at every step. {where}."
     return table({"call": "{call}", "steps": "{steps}", "rows": "{rows}", **systems}, found.values(), note)
 
 

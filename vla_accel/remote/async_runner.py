@@ -210,7 +210,7 @@ class AsyncRunner:
             if len(self._remaining()):
                 if self._missed:
                     self._missed = 0
-                    logger.warning("async runner: actions again at tick %d", self._tick)
+                    logger.warning("async runner: actions are available again at tick %d", self._tick)
                 self._last = action = self._remaining()[0]
             else:
                 action = self._without()
