@@ -272,12 +272,12 @@ def _write_tokenizers(policy: Any, kind: str, folder: Path) -> None:
 @torch.no_grad()
 def _encode(model: Any, text: str) -> np.ndarray:
     """Return the rows of a prompt from FastWAM's own text encoder, which goes to the model's device for it."""
-    place = next(model.text_encoder.parameters()).device
+    device = next(model.text_encoder.parameters()).device
     model.text_encoder.to(model.device)
     try:
         rows, _ = model.encode_prompt([text])
     finally:
-        model.text_encoder.to(place)
+        model.text_encoder.to(device)
     _, mask = model.tokenizer([text], return_mask=True, add_special_tokens=True)
     return rows[0, : int(mask.sum())].float().cpu().numpy()
 

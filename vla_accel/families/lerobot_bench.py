@@ -62,6 +62,18 @@ def batch_of(
     return batch
 
 
+def moments_of(observation: Mapping[str, Any], scales: Tensor) -> dict[str, Any]:
+    """Return an observation with a history as a batch of a policy whose cameras are stacked.
+
+    `scales`: mean and deviation (cameras, 2, 3, 1, 1) of the cameras' pixels, on the device.
+    """
+    state = torch.from_numpy(np.asarray(observation["observation/state"], np.float32))
+    images = [value for key, value in observation.items() if "image" in key]
+    pixels = torch.stack([torch.from_numpy(image).to(scales.device) for image in images], 1)
+    pixels = (pixels.permute(0, 1, 4, 2, 3).float() / 255 - scales[:, 0]) / scales[:, 1]
+    return {"observation.state": state[None].to(scales.device), "observation.images": pixels[None]}
+
+
 def without_hub(module: Any, parts: Mapping[str, Any]) -> Any:
     """Replace classes of a module, such as AutoTokenizer, within a context: `from_pretrained` returns the part, or what
     the part, a function, returns for the same arguments."""

@@ -1,4 +1,4 @@
-"""CLIP's two towers: images to the row of their class token, and prompts to the row of their last token.
+"""CLIP's image and text encoders: the class token of images, the last token of prompts.
 
 Source of the mathematics: CLIP of transformers 5.5.4 (Apache-2.0).
 """
@@ -20,7 +20,7 @@ from vla_accel.nn.siglip import SiglipConfig, SiglipVision
 
 @dataclass(frozen=True)
 class ClipVisionConfig(SiglipConfig):
-    """Sizes of the tower of images, of ViT-B/16 by default."""
+    """Sizes of the image encoder, of ViT-B/16 by default."""
 
     width: int = 768
     depth: int = 12
@@ -36,7 +36,7 @@ class ClipVisionConfig(SiglipConfig):
 
 @dataclass(frozen=True)
 class ClipTextConfig:
-    """Sizes of the tower of prompts. `positions`: the longest prompt in tokens."""
+    """Sizes of the text encoder. `positions`: the longest prompt in tokens."""
 
     width: int = 512
     depth: int = 12
@@ -52,7 +52,7 @@ class ClipTextConfig:
 
     @property
     def block(self) -> Block:
-        """One block of the tower."""
+        """One block of the encoder."""
         block = vit_block(self.width, self.heads, self.mlp_dim, self.eps)
         return replace(block, activation=Activation.QUICK_GELU, attention=Attention.CAUSAL)
 

@@ -17,7 +17,7 @@ from vla_accel.families.bench import BenchCard, Infer, libero
 from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
 from vla_accel.families.diffusion_policy.network import DiffusionPolicyConfig
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
-from vla_accel.families.lerobot_bench import features, importing
+from vla_accel.families.lerobot_bench import features, importing, moments_of
 from vla_accel.nn.random_weights import Drawn
 from vla_accel.nn.resnet import ResNet
 from vla_accel.numeric import matmul_precision
@@ -111,12 +111,7 @@ class DiffusionPolicyBench(BenchCard[DiffusionPolicyConfig, FrameInputs]):
 
         @torch.inference_mode()
         def infer(observation: Mapping[str, Any]) -> dict[str, Any]:
-            # As lerobot's server: bytes are copied, and converted to floats and normalized on the device.
-            state = torch.from_numpy(np.asarray(observation["observation/state"], np.float32))[None].to(device)
-            images = [value for key, value in observation.items() if "image" in key]
-            pixels = torch.stack([torch.from_numpy(image).to(device) for image in images], 1)
-            pixels = (pixels.permute(0, 1, 4, 2, 3).float() / 255 - scales[:, 0]) / scales[:, 1]
-            batch = {"observation.state": state, "observation.images": pixels[None]}
+            batch = moments_of(observation, scales)
             return {"actions": policy.diffusion.generate_actions(batch).float().cpu().numpy()[0]}
 
         return infer

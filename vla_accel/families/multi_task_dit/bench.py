@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vla_accel.errors import ConfigError, DependencyError
+from vla_accel.errors import ConfigError
 from vla_accel.families.bench import PROMPT, BenchCard, DummyTokenizer, Infer, libero
 from vla_accel.families.diffusion_policy.bench import random_moments
+from vla_accel.families.lerobot_bench import features, importing, moments_of, without_hub
 from vla_accel.families.multi_task_dit.family import MULTI_TASK_DIT
 from vla_accel.families.multi_task_dit.network import MultiTaskDitConfig
 from vla_accel.families.multi_task_dit.transforms import TaskInputs, TaskProcessor
@@ -117,13 +116,8 @@ class MultiTaskDitBench(BenchCard[MultiTaskDitConfig, TaskInputs]):
 
         @torch.inference_mode()
         def infer(observation: Mapping[str, Any]) -> dict[str, Any]:
-            # As lerobot's server: bytes are copied, and converted to floats and normalized on the device.
-            state = torch.from_numpy(np.asarray(observation["observation/state"], np.float32))[None].to(device)
-            images = [value for key, value in observation.items() if "image" in key]
-            pixels = torch.stack([torch.from_numpy(image).to(device) for image in images], 1)
-            pixels = (pixels.permute(0, 1, 4, 2, 3).float() / 255 - scales[:, 0]) / scales[:, 1]
             batch = {
-                "observation.state": state, "observation.images": pixels[None], "observation.language.tokens": ids,
+                **moments_of(observation, scales), "observation.language.tokens": ids,
                 "observation.language.attention_mask": mask,
             }  # fmt: skip
             return {"actions": policy._generate_actions(batch).float().cpu().numpy()[0]}
@@ -133,32 +127,19 @@ class MultiTaskDitBench(BenchCard[MultiTaskDitConfig, TaskInputs]):
 
 def _policy(config: MultiTaskDitConfig, steps: int, device: str) -> Any:
     """Return lerobot's policy with random weights, in float32, as it is trained and run."""
-    try:
-        from lerobot.configs.types import FeatureType, PolicyFeature
+    with importing("Multi-task DiT", "lerobot==0.6.1 torchvision transformers diffusers"):
         from lerobot.policies.multi_task_dit import modeling_multi_task_dit as theirs
         from lerobot.policies.multi_task_dit.configuration_multi_task_dit import MultiTaskDiTConfig
         from transformers import CLIPTextConfig, CLIPTextModel, CLIPVisionConfig, CLIPVisionModel
-    except ImportError as error:
-        raise DependencyError(
-            f"lerobot is not installed: pip install lerobot==0.6.1 torchvision transformers diffusers ({error})"
-        ) from error
-    features = {
-        f"observation.images.{index}": PolicyFeature(FeatureType.VISUAL, (3, *config.frame))
-        for index in range(len(config.cameras))
-    }
-    features["observation.state"] = PolicyFeature(FeatureType.STATE, (LIBERO.state_dim,))
     settings = MultiTaskDiTConfig(
-        input_features=features, output_features={"action": PolicyFeature(FeatureType.ACTION, (config.action_dim,))},
+        **features([config.frame] * len(config.cameras), LIBERO.state_dim, config.action_dim),
         n_obs_steps=config.history, horizon=config.action_horizon, n_action_steps=24, hidden_dim=config.width,
         num_layers=config.depth, num_heads=config.heads, image_resize_shape=config.resize,
         image_crop_shape=config.crop, num_inference_steps=steps, device=device,
     )  # fmt: skip
     vision, text = CLIPVisionConfig(patch_size=config.vision.patch_size), CLIPTextConfig()
-    made: dict[str, Any] = {
-        "CLIPVisionModel": SimpleNamespace(from_pretrained=lambda name: CLIPVisionModel(vision)),
-        "CLIPTextModel": SimpleNamespace(from_pretrained=lambda name: CLIPTextModel(text)),
-    }
-    with patch.multiple(theirs, **made), torch.device(device):
+    parts = {"CLIPVisionModel": lambda _: CLIPVisionModel(vision), "CLIPTextModel": lambda _: CLIPTextModel(text)}
+    with without_hub(theirs, parts), torch.device(device):
         return theirs.MultiTaskDiTPolicy(settings).eval().to(device)
 
 

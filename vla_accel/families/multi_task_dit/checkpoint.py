@@ -102,7 +102,7 @@ def _last_token(tokenizer: Tokenizer, config: MultiTaskDitConfig) -> int:
 
 
 class Names:
-    """lerobot's names of canonical tensors. transformers may store CLIP's towers without `vision_model` and
+    """lerobot's names of canonical tensors. transformers may store CLIP's encoders without `vision_model` and
     `text_model`."""
 
     def __init__(self, shapes: Shapes) -> None:
@@ -114,7 +114,7 @@ class Names:
         self.separate = any(name.startswith(f"{_OBSERVATION}vision_encoders.") for name in shapes)
 
     def encoder(self, index: str | int) -> str:
-        """Return the start of the names of a tower of images."""
+        """Return the start of the names of an image encoder."""
         encoder = f"vision_encoders.{index}." if self.separate else "vision_encoder."
         return f"{_OBSERVATION}{encoder}{self.vision}"
 
@@ -153,7 +153,7 @@ class Names:
 
 
 def _tower(name: str, start: str, width: int, others: Mapping[str, str]) -> tuple[Piece, ...]:
-    """Return the stored tensors of one of a CLIP tower, whose names begin with `start`."""
+    """Return the stored tensors of a tensor of CLIP's encoders, whose names begin with `start`."""
     if match := re.fullmatch(r"layers\.(\d+)\.(\w+)\.(\w+)", name):
         index, module, leaf = match.groups()
         stored = _BLOCK.get(module, (module,))

@@ -1,4 +1,4 @@
-"""The native programs of Multi-task DiT: CLIP's towers, and all denoising steps in one program.
+"""The native programs of Multi-task DiT: CLIP's encoders, and all denoising steps in one program.
 
 Exact savings: what depends on the step alone is a table; the observation's part of all modulations is one product of a
 call; the weights of CLIP's norms are folded into the products after them.
@@ -86,18 +86,18 @@ class MultiTaskDitStore(NativeStore[MultiTaskDit]):
 
 @dataclass(frozen=True)
 class TowerWeights:
-    """The weights of a tower of images: `patch` (W, 3 · patch²) and `place` (rows, W) float32, position embeddings with
-    the class token; weight and bias (W,) float32 of the norm before the blocks."""
+    """The weights of an image encoder: `patch` (W, 3 · patch²) and `positions` (rows, W) float32, with the class
+    token in the first row; weight and bias (W,) float32 of the norm before the blocks."""
 
     patch: Tensor
-    place: Tensor
+    positions: Tensor
     norm: tuple[Tensor, Tensor]
     stack: StackWeights
 
 
 @dataclass(frozen=True)
 class VisionWeights:
-    """The towers; `factor` and `shift` (V, 1, 1, 3) float32 of each frame's levels."""
+    """The image encoders; `factor` and `shift` (V, 1, 1, 3) float32 of each frame's levels."""
 
     towers: tuple[TowerWeights, ...]
     factor: Tensor
@@ -114,29 +114,29 @@ class VisionWeights:
 
             first = read("class_token") + read("class_position")
             norm = read("pre_layernorm.weight"), read("pre_layernorm.bias")
-            place = torch.cat((first, read("position_embedding")))
+            positions = torch.cat((first, read("position_embedding")))
             stack = stack_weights(model, f"encoders.{index}.layers", config.block, config.depth, Precision(precision))
-            towers.append(TowerWeights(read("patch_embedding.weight").flatten(1), place, norm, stack))
+            towers.append(TowerWeights(read("patch_embedding.weight").flatten(1), positions, norm, stack))
         mean, deviation = (part.double().permute(0, 2, 3, 1) for part in model.pixel_scales())
         return cls(tuple(towers), (1.0 / (255.0 * deviation)).float(), (-mean / deviation).float())
 
 
 class NativeTower:
-    """The launches of a tower: normalised frames (N, S, S, 3) float32 to the class tokens' rows (N, W)."""
+    """The launches of an image encoder: normalised frames (N, S, S, 3) float32 to the class tokens' rows (N, W)."""
 
     def __init__(self, weights: TowerWeights, images: int, patch: int, attention: str) -> None:
-        (rows, width), device = weights.place.shape, weights.place.device
+        (rows, width), device = weights.positions.shape, weights.positions.device
         self.weights, self.shape, self.patch = weights, (images, rows, width), patch
         self.stack = StackPlan(weights.stack, Rows(images, rows), attention)
         self.start = torch.zeros(images * rows, width, device=device)  # the rows of class tokens stay zero
-        self.place = weights.place.repeat(images, 1)
+        self.positions = weights.positions.repeat(images, 1)
 
     def __call__(self, frames: Tensor) -> Tensor:
         patches = frames.unflatten(2, (-1, self.patch)).unflatten(1, (-1, self.patch)).permute(0, 1, 3, 5, 2, 4)
         rows = F.linear(patches.reshape(len(frames), -1, self.weights.patch.shape[1]), self.weights.patch)
         self.start.view(self.shape)[:, 1:] = rows
         with self.stack.chain:
-            post_norm(self.start, self.place, *self.weights.norm, self.stack.x, eps=self.weights.stack.block.eps)
+            post_norm(self.start, self.positions, *self.weights.norm, self.stack.x, eps=self.weights.stack.block.eps)
             self.stack.enter(self.stack.x)
             self.stack.run()
         return self.stack.x.view(self.shape)[:, 0]
@@ -163,8 +163,8 @@ class NativeVision:
             frames = centre(small, config.seen).permute(0, 2, 3, 1).unflatten(0, features.shape[:2])
         count = len(self.towers)
         for index, tower in enumerate(self.towers):
-            place = features[:, index::count]
-            place.copy_(tower(frames[:, index::count].flatten(0, 1)).view(place.shape))
+            rows = features[:, index::count]
+            rows.copy_(tower(frames[:, index::count].flatten(0, 1)).view(rows.shape))
 
 
 # -- instruction --------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class NativeVision:
 
 @dataclass(frozen=True)
 class TextWeights:
-    """The weights of the tower of prompts: `table` (vocabulary, W); `positions` (L, W) float32; weight and bias of the
+    """The weights of the text encoder: `table` (vocabulary, W); `positions` (L, W) float32; weight and bias of the
     last norm and of the projection."""
 
     table: Tensor
@@ -285,8 +285,8 @@ class NativeHead:
         self.active, self.qkv = self.y.new_zeros(rows, 4 * width), self.y.new_zeros(rows, 3 * width)
         self.rope: tuple[Tensor, Tensor] | None = None
         if config.rope_base is not None:
-            places = torch.arange(horizon, device=device)
-            cos, sin = reference.rope_tables(places, config.head_dim, torch.float32, config.rope_base)
+            positions = torch.arange(horizon, device=device)
+            cos, sin = reference.rope_tables(positions, config.head_dim, torch.float32, config.rope_base)
             self.rope = cos[:, 0].contiguous(), sin[:, 0].contiguous()
         aligned = round_up(config.action_dim, ALIGNED)
         self.first = Target(self.y.new_zeros(rows, aligned), aligned)

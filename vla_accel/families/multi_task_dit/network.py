@@ -1,4 +1,4 @@
-"""Multi-task DiT: CLIP's towers for frames and the instruction, and a diffusion transformer over the chunk of actions.
+"""Multi-task DiT: CLIP encodes frames and the instruction, and a diffusion transformer denoises the chunk of actions.
 
 The modulations of a block are linear in SiLU of [time ‖ observation], so the time's part is a constant of each step and
 the observation's part is computed once a call. Source of the mathematics: lerobot 0.6.1 (Apache-2.0).
@@ -34,12 +34,12 @@ class MultiTaskDitConfig:
     """Sizes. Images are (height, width).
 
     Attributes:
-        vision: Of CLIP's tower of images.
-        text: Of CLIP's tower of prompts.
+        vision: Of CLIP's image encoder.
+        text: Of CLIP's text encoder.
         cameras: Size and scale of each camera's frames; all have one size.
         resize: Size to which they are resized; None: they are not.
         crop: The centre that CLIP sees; None: all.
-        shared_encoder: Whether one tower sees all cameras.
+        shared_encoder: Whether one encoder sees all cameras.
         state_dim: Numbers of the state.
         action_dim: Numbers of an action.
         history: Moments that the policy sees (n_obs_steps).
@@ -189,8 +189,8 @@ class ActionHead(nn.Module):
         y = (y if self.positions is None else y + self.positions).to(dtype)
         rope = None
         if config.rope_base is not None:
-            places = torch.arange(x.shape[1], device=x.device)
-            rope = reference.rope_tables(places, config.head_dim, dtype, config.rope_base)
+            positions = torch.arange(x.shape[1], device=x.device)
+            rope = reference.rope_tables(positions, config.head_dim, dtype, config.rope_base)
         for layer, modulation in zip(self.layers, modulations, strict=True):
             y = layer(y, modulation, rope)
         return self.action_out(y.to(self.action_out.weight.dtype)).to(x.dtype)

@@ -58,8 +58,8 @@ class ContextWeights:
         dtype, config = compute_dtype(precision), model.config
         with model.present("encoder.positions", "text_proj", "view_proj", "position_embedding", "soft_prompts"):
             text, view = (make_linear(part.weight, None, dtype) for part in (model.text_proj, model.view_proj))
-            start, placed = config.action_horizon, context - config.soft_prompts
-            base = model.position_embedding[start : start + placed].float().clone()
+            start, count = config.action_horizon, context - config.soft_prompts
+            base = model.position_embedding[start : start + count].float().clone()
             base[:rows] += model.text_proj.bias.float()
             base[rows:] += model.view_proj.bias.float()
             base = torch.cat((base, model.soft_prompts.view(-1, config.width).float()))
@@ -104,14 +104,14 @@ class LoopWeights:
     Attributes:
         noisy: Product of noisy actions (A, W), zero for grippers.
         state: That of the state (S, W), zero for grippers.
-        places: Positions of the rows of actions and the bias of their product (H, W).
+        positions: Positions of the rows of actions and the bias of their product (H, W).
         head, head_bias: Of rows without the last norm's weights, (A, W) and (A,).
     """
 
     stack: StackWeights
     noisy: Tensor
     state: Tensor
-    places: Tensor
+    positions: Tensor
     head: Tensor
     head_bias: Tensor
 
@@ -125,12 +125,12 @@ class LoopWeights:
             for rows in (noisy, state):
                 for gripper in config.grippers:
                     rows[gripper] = 0.0
-            places = model.position_embedding[: config.action_horizon].float() + model.action_in.bias.float()
+            positions = model.position_embedding[: config.action_horizon].float() + model.action_in.bias.float()
             head, bias = fold(
                 model.action_out.weight, model.action_out.bias, model.norm.weight.double(), model.norm.bias
             )
         assert bias is not None
-        return cls(stack, noisy, state, places, head.T.contiguous(), bias)
+        return cls(stack, noisy, state, positions, head.T.contiguous(), bias)
 
 
 def _parts(model: Xvla) -> Sequence[Tensor]:
@@ -164,7 +164,7 @@ class NativeLoop:
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         w, stack, horizon = self.weights, self.stack, self.config.action_horizon
         self.embedded[:, horizon:] = inputs["context"]
-        rows_of_state = torch.mm(inputs["state"], w.state)[:, None] + w.places
+        rows_of_state = torch.mm(inputs["state"], w.state)[:, None] + w.positions
         self.actions.zero_()
         for time, step in zip(self.times, self.steps, strict=True):
             torch.lerp(self.actions, inputs["noise"], time, out=self.noisy)
