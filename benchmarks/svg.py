@@ -199,5 +199,6 @@ def sources(reports: Sequence[Report]) -> str:
     names = ", ".join(f"[{who}]({page})" for who, page in sorted(pages.items()))
     return (
         f"Blue: whole calls of this package. Orange: the fastest figure that another project had published by "
-        f"{LOOKED_UP}, measured by that project on its own GPU ({names}; FlashRT times only the replayed graph).\n"
+        f"{LOOKED_UP}, measured by that project on its own GPU ({names}; FlashRT times only the replay of "
+        "its CUDA graph).\n"
     )

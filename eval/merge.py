@@ -90,11 +90,9 @@ def merge(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         try:
             results = [EpisodeResult.from_json(episode) for episode in part["episodes"]]
         except KeyError as key:
-            raise ConfigError(f"{other}: expected episodes as a run writes them, one lacks {key}") from None
+            raise ConfigError(f"{other}: expected episodes with every field of a run, got one without {key}") from None
         if twice := [result.key for result in results if result.key in owner]:
-            raise ConfigError(
-                f"{other}: expected no episode of another part, {owner[twice[0]]} holds {_say(twice)}, too"
-            )
+            raise ConfigError(f"{other}: expected no episode of another part, {owner[twice[0]]} also has {_say(twice)}")
         for result, episode in zip(results, part["episodes"], strict=True):
             found[result.key], owner[result.key] = result, other
             launch_of[result.key] = len(launches) + episode["launch"]
@@ -102,7 +100,7 @@ def merge(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     plan = protocol.plan()
     if missing := [key for key in plan if key not in owner]:
         raise ConfigError(
-            f"{', '.join(parts)}: expected all {len(plan)} episodes of the run, none holds {_say(missing)}"
+            f"{', '.join(parts)}: expected all {len(plan)} episodes of the run, no part has {_say(missing)}"
         )
     rows = [row for part in parts.values() for row in part["summary"]["rows"]]
     # Model and engines of a breakdown come from a part that measured it; its figures are computed again.

@@ -45,7 +45,7 @@ def quality(results: Sequence[Any]) -> str:
         "regressions / improvements under stress = {pairs1}",
         rows,
         f"The bundled checkpoint, compared with {reference}. Flips: chunks of actions in which the command of the "
-        f"gripper is the opposite; the cosine leaves them out. Success: on equal episodes of {suite}; regressions: "
+        f"gripper is the opposite; the cosine excludes them. Success: on the same episodes of {suite}; regressions: "
         f"episodes that only {reference} won; improvements: episodes that only the configuration won{stress}{portable}."
         f"{doubts(made)}",
     )
@@ -80,11 +80,11 @@ def parity(results: Sequence[Row]) -> str:
         "max error = {robot_actions[max_error]:.1e} | sensitivity = {sensitivity:.1%} | "
         "error = {relative_error:.1%} | flipped = {flips} | agrees = {agrees}",
         rows,
-        "Cosine of the final actions with FP32 eager: over the chunks in which no command (of the gripper) flipped, "
-        "which is what must reach the threshold; with the flipped chunks; of the median chunk and of the worst. Max "
-        "error: in the robot's units. Sensitivity: how much another observation changes the reference's actions, as a "
-        "share of their norm; the error is on the same scale. Flipped: chunks in which a command is the opposite, with "
-        "the 95 % interval of their share, of which at most 1 % is allowed, as far as the interval can tell. "
+        "Cosine: of the final actions with FP32 eager, over all chunks without a flipped command; it must reach the "
+        "number in the column needed. With flips: over all chunks. Median, worst: of single chunks. Max error: in the "
+        "robot's units. Sensitivity: how much another observation changes the reference's actions, relative to their "
+        "norm. Error: the same for the configuration. Flipped: chunks in which a command, such as the gripper's, is "
+        "the opposite of the reference's, with the 95 % interval of their share, which must not begin above 1 %. "
         f"{where}.{old}",
     )
 

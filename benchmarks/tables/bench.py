@@ -114,16 +114,16 @@ def _kernels(result: Row) -> str:
         table(
             {"system": "{system}", "kernels": "{launched}", **of(SPANS, "{@:.2f}")},
             spans,
-            "Ms of one call, the median of several, from the beginning of its first kernel to the end of its last "
-            "(span). The profiler makes the replayed graph slower. Sum: the durations of all kernels, which is busy "
-            "plus overlapped.",
+            "Ms of one call, the median of several calls. Span: from the beginning of its first kernel to the end of "
+            "its last. Sum: the durations of all kernels, which is busy plus overlapped. The profiler makes the "
+            "replayed graph slower.",
         ),
         table(
             "system = {system} | kernel = `{name:.48}` | times = {count} | sum = {sum_us:.0f} | "
             "overlapped = {overlapped_us:.0f} | idle before = {idle_before_us:.0f}",
             [{"system": p["system"], **kernel} for p in profiles for kernel in p["kernels"][:MOST_KERNELS]],
             "µs of that call for the longest kernels of each system. A kernel that is launched early waits for its "
-            "predecessor; that wait is overlapped.",
+            "predecessor; this wait counts as overlapped.",
         ),
     )
 
@@ -189,8 +189,8 @@ def paced(result: Row) -> str:
         "late = {paced[late]} of {paced[calls]} | W = {paced[power_w]:.0f}",
         rows,
         "Ms of a whole call: the median without pauses between calls, and the times of calls at a fixed rate. Between "
-        "those the GPU idles and lowers its clocks. Late: calls that began after their time; W: mean power of the GPU "
-        f"meanwhile. {conditions(result)}",
+        "these calls the GPU idles and lowers its clocks. Late: calls that began after their scheduled time. W: mean "
+        f"power of the GPU at the fixed rate. {conditions(result)}",
     )
 
 
@@ -207,7 +207,7 @@ def starts(result: Row) -> str:
     return table(
         {**columns, "reading the file alone": "{start[file_read]:.1f}", "1.5 times that + 2": "{most:.1f}"},
         rows,
-        "Seconds from the start of a process to its first action. The first start finds no compiled kernels, no "
-        "tuning results and no Python bytecode; the second finds those of the first. Both find the weights file in "
-        f"the page cache. {conditions(result)}",
+        "Seconds from the start of a process to its first action. At the first start there are no compiled kernels, "
+        "tuning results or Python bytecode; the second start reads those that the first wrote. At both starts the "
+        f"weights file is in the page cache. {conditions(result)}",
     )

@@ -16,7 +16,8 @@ def families(_: object) -> str:
         "model = {model} | `bench --model` = `{name}` | FP8 and INT8, weights only = {weights} | "
         "with activations = {activations} | real-time chunking = {rtc} | LoRA = {lora}",
         [_row(family_named(name)) for name in FAMILIES],
-        "Quantized activations need calibrated scales; quantized weights do not.",
+        "FP8 and INT8: the components that can run with quantized weights and BF16 activations (weights only), or with "
+        "both quantized (with activations). Quantized activations need calibrated scales; quantized weights do not.",
     )
 
 

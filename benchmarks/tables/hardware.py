@@ -51,7 +51,7 @@ def gpus(results: Sequence[Any]) -> str:
         "start with = `native` ({bf16:.2f} GB) | then, with calibrated scales = `native_{lower}` ({low:.2f} GB) | "
         "stored runs = {runs}",
         rows,
-        "In brackets: the size of the weights of π0.5; buffers take some hundred MB more.",
+        "In brackets: the size of the weights of π0.5. Buffers need some hundred MB more.",
     )
 
 
@@ -138,10 +138,10 @@ def denoise_loops(result: Row) -> str:
             f"The denoise loop of {MODELS[loop['model']]} alone as a CUDA graph: {plural(loop['layers'], 'layer')}, "
             f"{plural(loop['rows'], 'row')}, {loop['prefix_tokens']} keys of the prefix, "
             f"{plural(loop['steps'], 'step')}, {loop['precision'].upper()}, random weights. As shipped: "
-            f"{tuning['under_way_kb']} KB under way, {tuning['loaded_chunks']} chunks loaded at once, "
+            f"{tuning['under_way_kb']} KB in flight, {tuning['loaded_chunks']} chunks loaded at once, "
             f"{tuning['stages']} stages of {tuning['stage_kb']} KB, {tuning['shared_kb']:.0f} KB of shared memory. "
-            "Variants that read or wait for nothing show what these cost, and their results are wrong; "
-            "so are those with stages of 8 KB. "
+            "Variants without reads or without waits show the cost of reads and waits; their results are wrong. "
+            "So are those of the variants with stages of 8 KB. "
             f"{result['hardware']['gpu']}{commit(result)}.",
         ),
         table(
@@ -188,7 +188,7 @@ FEW = "cache late if few rows"
 COPIES = {
     "today": "all at once, the prefix's first",
     "no limit": "kernels with a limit that is not set",
-    **{f"all {size}": f"at most {size} KiB of weights under way a block" for size in (16, 32, 48, 64)},
+    **{f"all {size}": f"at most {size} KiB of weights in flight per block" for size in (16, 32, 48, 64)},
     "attention 32": "at most 32 KiB, attention only",
     "output 16": "at most 16 KiB, output only",
     "gate_up 32": "at most 32 KiB, gate_up only",
@@ -224,7 +224,7 @@ def loop_copies(results: Sequence[Row]) -> str:
         },
         rows,
         f"µs a layer: the median of {min(replays)} replays, variants alternating; random weights, results bit for bit "
-        "equal. In brackets: the change against the first row of the GPU.",
+        "equal. In brackets: the change from the first row of the same GPU.",
     )
 
 
@@ -246,9 +246,9 @@ def loop_rows(result: Row) -> str:
             "difference": "{error_to_first:.1e}",
         },
         rows,
-        f"Medians of at least {min(row['replays'] for row in rows)} replays, variants alternating; random weights. In "
-        "brackets: the smallest and the largest change of a turn, from the loop before in the same run. Difference: of "
-        f"the actions from that loop's, relative, root mean square. {result['hardware']['gpu']}.",
+        f"Medians of at least {min(row['replays'] for row in rows)} replays, variants alternating; random weights. "
+        "Change: from the loop before the changes, in the same run; in brackets the smallest and largest change of a "
+        f"turn. Difference: relative rms difference of the actions from that loop's. {result['hardware']['gpu']}.",
     )
 
 
@@ -304,7 +304,7 @@ def plan(results: Sequence[Row]) -> str:
         f"{NODES} nodes, an hour = {{all:,}} | results a second = {{second:.0f}} | "
         f"one suite, {SUITE} episodes = {{suite:.0f}} s | start of a node = {{start_s:.0f}} s",
         rows,
-        "Computed from the measured rows, not run. Results a second: the rate at which the one command receives "
-        "results, each written to disk before the next. One suite takes at least as long as one episode. Start: the "
+        "Computed from the measured rows, not run. Results a second: how many results the command would "
+        "receive; it writes each to disk before the next. One suite takes at least as long as one episode. Start: the "
         "time until the first result.",
     )

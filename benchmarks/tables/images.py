@@ -72,8 +72,8 @@ def unets(result: Row) -> str:
             for part, title in titles.items()
             for row in result.get(part) or ()
         ],
-        f"Median ms; all but eager-fp32 in {_dtype(result)}; over torch.compile: over the faster of its modes. One "
-        "UNet call shows the error of a system. In a picture of many steps the cosine with FP32 shows the effect of "
+        f"Median ms; all but eager-fp32 in {_dtype(result)}; over torch.compile: speed-up over its faster mode. "
+        "One UNet call shows the error of a system. In an image of many steps the cosine with FP32 shows the effect of "
         f"the dtype, and the cosine with {_dtype(result)} that of the system. {machine(result)}; {result['size']}², "
         "random weights.",
     )

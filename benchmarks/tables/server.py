@@ -16,16 +16,16 @@ def server(result: Row) -> str:
     one, costs = result["rows"][0], result["costs"]
     parts = ", ".join(f"{name} {value:.2f}" for name, value in one["parts_ms"].items())
     woken = f", {costs['bare_socket_woken_ms']:.2f} after a pause" if "bare_socket_woken_ms" in costs else ""
-    policy = "a policy that costs nothing" if result["policy"] == "nothing" else result["policy"]
+    policy = "a policy that computes nothing" if result["policy"] == "nothing" else result["policy"]
     process = "in a process of its own" if result["devices"] else "in the server's process"
     return table(
         "clients = {clients} | requests/s = {per_second:.0f} | round trip = {round_trip_ms[p50]:.2f} | "
         "its p99 = {round_trip_ms[p99]:.2f} | in the queue = {queue_ms[p50]:.2f} | added = {added_ms[p50]:.2f} | "
         "added, p99 = {added_ms[p99]:.2f}",
         result["rows"],
-        f"Milliseconds, {policy}, {process}. Added: the round trip without policy and queue. Of one client's call: "
+        f"Milliseconds, {policy}, {process}. Added: the round trip minus policy and queue. Parts of one client's call: "
         f"{parts}. The client encodes in {costs['client_ms']['encode']:.2f} and decodes in "
-        f"{costs['client_ms']['decode']:.2f}; the same bytes over a bare socket and back take "
+        f"{costs['client_ms']['decode']:.2f}; a round trip of the same bytes over a bare socket takes "
         f"{costs['bare_socket_ms']:.2f}{woken}. {machine(result)}, {result['hardware']['cores']} cores that clients, "
         f"server and others share (load {result['load_average']:.1f} before the run).\n\n{_goal(one)}",
     )
@@ -92,7 +92,7 @@ def faults(result: Row) -> str:
         cells["until it served again: median, longest (s)"] = f"{back['median']:.1f}, {back['max']:.1f}"
     policy, devices = result.get("policy", "nothing"), result.get("devices", ["cpu", "cpu"])
     named = f"{policy} on {' and '.join(devices)}"
-    what = "A policy that costs nothing, in two processes" if policy == "nothing" else named
+    what = "A policy that computes nothing, in two processes" if policy == "nothing" else named
     rows = [{"what": name, "value": value} for name, value in cells.items()]
     return table(
         f" = {{what}} | {plural(result['clients'], 'client')} = {{value}}",

@@ -84,7 +84,7 @@ def calls(results: Sequence[Row]) -> str:
         line[row["system"]] = row
         systems[row["system"]] = lambda line, name=row["system"]: _with_floor(line.get(name))
     where = "; ".join(dict.fromkeys(machine(result) for _, result, _ in timed_calls(results)))
-    note = f"Median ms of a whole call (its floor); rows: those of the denoising loop at every step. {where}."
+    note = f"Median ms of a whole call (its floor); rows: of the denoising loop at every step. {where}."
     return table({"call": "{call}", "steps": "{steps}", "rows": "{rows}", **systems}, found.values(), note)
 
 
@@ -246,8 +246,9 @@ def models(results: Iterable[Row | None]) -> str:
         "speed-up = {speedup:.1f}× over {code} | success = {success}",
         rows,
         "BF16, batch 1, random weights of the published size. Ms: median of a whole call, from NumPy observation to "
-        "NumPy actions. Speed-up: over the faster eager PyTorch code of openpi or lerobot in the same run (eager: this "
-        "package's own). Success: the small bundled checkpoint of that model in LIBERO. "
+        "NumPy actions. Speed-up: compared with the eager PyTorch code of openpi or lerobot (the faster one), or of "
+        "this package (eager), timed in the same run. Success: share of LIBERO episodes that a small bundled "
+        "checkpoint of that model solves; it is not measured with the published weights. "
         f"{_where(benches, lambda bench: bench['hardware']['gpu'])}.",
     )
 

@@ -146,10 +146,10 @@ def paired(result: Row) -> str:
         "pairs = {pairs} | regressions / improvements = {lost} / {gained} | p = {p} | detectable = {sees:.1%} | "
         "errors = {other[errors]}, {reference[errors]}",
         rows,
-        f"Equal tasks, initial states and seeds. Regressions: pairs that only {reference} won; improvements: "
+        f"Pairs: the same task, initial state and seed. Regressions: pairs that only {reference} won; improvements: "
         "pairs that only the run won; p: McNemar's exact test, two-sided; detectable: the smallest true difference "
-        "that such a run finds at 5 % with a power of 80 %; intervals: Wilson. A pair with a crash is an error and is "
-        "not compared. "
+        "that as many pairs detect at 5 % with a power of 80 %; intervals: Wilson. A pair with a crash is an error and "
+        "is not compared. "
         f"{machines(policies.items())}; {command(result)}.{with_note(result)}{old}",
     )
 
@@ -200,7 +200,7 @@ def late(results: Sequence[Any]) -> str:
         {"ticks late": "{ticks}", "ms": "{ms:.0f}", **each, "systems this late": "{systems}"},
         rows,
         f"Success (Wilson, 95 %), {counts} denoising steps; a tick is {1e3 / hz:.0f} ms. Systems: π0.5 at its "
-        "published size, by the median of a call in [the latency table](docs/results/latency.md). A dash: not played. "
+        "published size, by the median of a call in [the latency table](docs/results/latency.md). A dash: not run. "
         f"{machines(runs)}; {command(grids[0])}.{''.join(dict.fromkeys(map(with_note, grids)))}{old}",
     )
     return blocks(grid_table, picture("Success against latency, a line for each kind of chunks", LATE_PICTURE))

@@ -142,8 +142,7 @@ def main(arguments: Arguments) -> None:
         for key in ("schema", "suite", "seed", "per_task"):
             if found.get(key) != manifest[key]:
                 raise ConfigError(
-                    f"{manifest_path}: {key} is {found.get(key)!r}, this run wants {manifest[key]!r}; "
-                    "use another folder"
+                    f"{manifest_path}: {key}: expected {manifest[key]!r}, got {found.get(key)!r}; use another folder"
                 )
         manifest = found
     suite = load_suite(arguments.suite)

@@ -335,7 +335,7 @@ def main(config: TrainConfig) -> None:
     """Start one process a GPU. Raises ConfigError for an `out` with checkpoints: a run counts its steps from 0, so that
     its own would be taken for older ones, and go."""
     if found := _checkpoints(Path(config.out)):
-        raise ConfigError(f"out: expected a folder without checkpoints, found {found[-1]}; give the run one of its own")
+        raise ConfigError(f"out: expected a folder without checkpoints, found {found[-1]}; pass a new folder")
     world = len(config.devices) or max(1, torch.cuda.device_count())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -298,7 +298,7 @@ class RayWorkers:
         assert episode is not None
         if played is None:
             assert simulator.replica is not None
-            self._replica_died(simulator.replica, EngineError("an answer was lost"))
+            self._replica_died(simulator.replica, EngineError("a simulator received no answer"))
             yield from self._again(episode, f"the policy on node {simulator.replica.node} ended")
         self._assign()  # before the result is handled, so that the simulator does not wait
         if played is not None:

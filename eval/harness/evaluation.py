@@ -149,7 +149,7 @@ def _clear(output: Path, *, overwrite: bool) -> None:
         output.unlink(missing_ok=True)
     elif output.exists() and not log.exists():
         raise ConfigError(
-            f"output: {output} exists, but its episode log {log.name} does not; give another name, or --overwrite"
+            f"output: {output} exists, but its episode log {log.name} does not; pass another name, or --overwrite"
         )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

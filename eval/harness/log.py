@@ -122,8 +122,7 @@ class EpisodeLog:
         if found.get("fingerprint") != header["fingerprint"]:
             what = differences(found.get("identity", {}), header["identity"])
             raise ConfigError(
-                f"{self.path} belongs to another run: {what}. Give --output another name, or --overwrite to start "
-                "afresh"
+                f"{self.path} belongs to another run: {what}. Pass another --output, or --overwrite to start again"
             )
 
     def _read(self, where: str, data: dict[str, Any]) -> None:

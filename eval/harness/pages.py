@@ -91,8 +91,8 @@ def paired_page(report: Mapping[str, Any], results: Mapping[str, Result]) -> Pag
     """The page of a comparison. `report`: of `eval.harness.pairs.compare`; `results`: by name, the reference first."""
     reference, rows = report["reference"], report["rows"]
     summary = "; ".join(
-        f"{row['name']}{_at(row['steps'])} lost {row['lost']} and gained {row['gained']} of {row['pairs']} pairs "
-        f"(McNemar, exact: p = {row['mcnemar_exact_p']:.3g})"
+        f"{row['name']}{_at(row['steps'])} has {row['lost']} regressions and {row['gained']} improvements in "
+        f"{row['pairs']} pairs (McNemar, exact: p = {row['mcnemar_exact_p']:.3g})"
         for row in rows
     )
     mine = {f"{reference}{_at(_reference_steps(row))}": row["reference"] for row in rows}

@@ -99,7 +99,7 @@ def _check_paired(mine: Outcomes, theirs: Outcomes, names: tuple[str, str]) -> N
     for one, other, has, lacks in ((mine, theirs, *names), (theirs, mine, *reversed(names))):
         if alone := [key for key in one if key not in other]:
             raise ConfigError(
-                f"{lacks}: expected the episodes of {has}, lacks {len(alone)} of them, the first {alone[0]}"
+                f"{lacks}: expected the episodes of {has}, {len(alone)} of them are missing, the first {alone[0]}"
             )
 
 

@@ -47,7 +47,9 @@ def mcnemar_exact(lost: int, gained: int) -> float:
     Source: Q. McNemar, Psychometrika 12 (1947) 153, with the binomial distribution in place of its approximation.
     """
     if min(lost, gained) < 0:
-        raise ConfigError(f"discordant pairs: expected counts of at least 0, got {lost} and {gained}")
+        raise ConfigError(
+            f"discordant pairs: expected at least 0 regressions and improvements, got {lost} and {gained}"
+        )
     number = lost + gained
     tail = sum(math.comb(number, k) for k in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / 2**number)

@@ -226,7 +226,7 @@ class LiberoEnv:
         (8,), of X-VLA (20,).
         """
         if self._observation is None:
-            raise SimulatorError("observation(): the last step did not look; call step(action, look=True) before it")
+            raise SimulatorError("observation(): the last step rendered no images; call step(action, look=True) first")
         return self._observation
 
     def present_pose(self) -> np.ndarray:

@@ -77,7 +77,9 @@ def load_sampled(name: str, folder: Path, tasks: str | None = None) -> LiberoSui
     count = len(suite.tasks)
     paths = {i: place / f"task_{i:02d}.npz" for i in (range(count) if tasks is None else parse_tasks(tasks, count))}
     if missing := [path.name for path in paths.values() if not path.is_file()]:
-        raise ConfigError(f"starts: {place} lacks {', '.join(missing)}; make them: {sampling(place)}")
+        raise ConfigError(
+            f"starts: expected {', '.join(missing)} in {place}, found none; create them: {sampling(place)}"
+        )
     starts = {i: np.load(path)["states"] for i, path in paths.items()}
     return replace(suite, tasks=tuple(replace(t, start_states=starts.get(t.id, ())) for t in suite.tasks))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ CAMERAS = {
 ARMS = {"joint": ("arm_joint_state", "joint_state"), "ee": ("ee_pose",)}
 """By action type: keys of an arm, the first of which actions have."""
 HAND = "ee_joint_state"
+CHECKPOINTS, SERVERS = ("config", "device", "num_steps"), ("policy", "api_key_file", "tls_ca")
+"""Settings of one kind of policy only."""
 
 
 class Model:
@@ -40,12 +43,8 @@ class Model:
         if action_type not in ARMS:
             raise ConfigError(f"action_type: expected one of {', '.join(ARMS)}, got {action_type!r}")
         self.action_type: str = action_type
-        self.actions_per_chunk = model_cfg.get("actions_per_chunk")
-        if self.actions_per_chunk is not None and not (
-            isinstance(self.actions_per_chunk, int) and self.actions_per_chunk >= 1
-        ):
-            raise ConfigError(f"actions_per_chunk: expected at least 1, got {self.actions_per_chunk!r}")
         self.policy = open_policy(model_cfg)
+        self.actions_per_chunk = actions_per_chunk(self.policy.metadata, model_cfg.get("actions_per_chunk"))
         for name, found in (("a history of observations", history_of), ("warm starts", starts_warm),
                             ("temporal ensembling", ensemble_of)):  # fmt: skip
             if found(self.policy):
@@ -125,30 +124,44 @@ class Model:
 def open_policy(model_cfg: Mapping[str, Any]) -> Any:
     """Load the checkpoint of `ckpt_name`, or connect to a server. Raises ConfigError for settings of the other kind."""
     where = model_cfg.get("ckpt_name")
-    own = {name: model_cfg.get(name) for name in ("config", "device", "num_steps")}
     if not isinstance(where, str) or not where:
         raise ConfigError(f"ckpt_name: expected a checkpoint or ws://host:port, got {where!r}")
-    if "://" in where:
-        from vla_accel.client import PolicyClient
+    remote = "://" in where
+    kind, others = ("a server's address", CHECKPOINTS) if remote else ("a checkpoint", SERVERS)
+    if wrong := [name for name in others if model_cfg.get(name) is not None]:
+        raise ConfigError(f"{', '.join(wrong)}: expected null with {kind} as ckpt_name, got {model_cfg[wrong[0]]!r}")
+    if remote:
+        from vla_accel.client import PolicyClient, read_key
 
-        if given := [name for name, value in own.items() if value is not None]:
-            raise ConfigError(f"{', '.join(given)}: a remote policy is configured at its server, got ckpt_name {where}")
-        return PolicyClient(where)
+        file = model_cfg.get("api_key_file")
+        key = None if file is None else read_key(file)
+        return PolicyClient(where, policy=model_cfg.get("policy"), api_key=key, tls_ca=model_cfg.get("tls_ca"))
     from vla_accel.policy import OptimizedPolicy
 
-    return OptimizedPolicy.from_pretrained(where, own.pop("config"), **own, seed=model_cfg.get("seed"))
+    config, device, num_steps, seed = (model_cfg.get(name) for name in (*CHECKPOINTS, "seed"))
+    return OptimizedPolicy.from_pretrained(where, config, device=device, num_steps=num_steps, seed=seed)
 
 
-def camera_keys(images: Sequence[str], given: Mapping[str, str] | None) -> dict[str, str]:
-    """The policy's key of each camera. Raises ConfigError for a key of the policy without a camera, or another key."""
-    if given is None:
+def actions_per_chunk(metadata: Mapping[str, Any], count: Any) -> int | None:
+    """The executed actions of a chunk; None: all. Raises ConfigError for more than the policy returns."""
+    most = metadata.get("returned_actions", metadata.get("action_horizon", math.inf))
+    if count is not None and (type(count) is not int or not 1 <= count <= most):
+        raise ConfigError(f"actions_per_chunk: expected an integer from 1 to {most}, got {count!r}")
+    return count
+
+
+def camera_keys(images: Sequence[str], mapping: Mapping[str, str | None] | None) -> dict[str, str]:
+    """The policy's key of each camera. Raises ConfigError unless the mapping has each key once, or a null instead."""
+    if mapping is None:
         ends = [(name, end) for name, endings in CAMERAS.items() for end in endings]
-        given = {name: key for key in images for name, end in ends if key.endswith(end)}
-        if set(given.values()) != set(images):
-            raise ConfigError(f"cameras: expected the camera of each of {', '.join(images)}: cameras: {{cam_head: …}}")
-    if not isinstance(given, Mapping) or not given or not set(given.values()) <= set(images):
-        raise ConfigError(f"cameras: expected {{NAME: KEY}} with keys of {', '.join(images)}, got {given!r}")
-    return dict(given)
+        mapping = {name: key for key in images for name, end in ends if key.endswith(end)}
+    named = mapping if isinstance(mapping, Mapping) else {}
+    used = {name: key for name, key in named.items() if key is not None}
+    missing = [key for key in images if key not in used.values()]
+    if len(used) + len(missing) != len(images) or len(missing) > len(named) - len(used):
+        each = f"{{NAME: KEY}} with each of {', '.join(images)} once"
+        raise ConfigError(f"cameras: expected {each}, or NAME: null to leave one out, got {mapping!r}")
+    return used
 
 
 def picture(camera: Any, name: str) -> np.ndarray:

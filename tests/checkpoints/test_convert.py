@@ -500,5 +500,5 @@ def test_the_writer_refuses_what_was_not_announced(tmp_path: Path) -> None:
 
 def test_a_config_that_is_no_pi0_is_refused(tmp_path: Path) -> None:
     config = replace(small("pi05"), vision=SiglipConfig(width=100, depth=1, mlp_dim=8, heads=2, image_size=28))
-    with pytest.raises(CheckpointError, match=r"vision\.width 100: not a So400m tower"):
+    with pytest.raises(CheckpointError, match=r"vision\.width: expected a multiple of 72.*, got 100"):
         convert(ParameterTree(jax_tree(config)), tmp_path, action_horizon=5)

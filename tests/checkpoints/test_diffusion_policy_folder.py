@@ -131,7 +131,7 @@ def test_settings_that_would_change_nothing_are_refused(settings: dict[str, Any]
         ({CAMERAS[0]: None}, (CAMERAS[0], "missing")),
         ({CAMERAS[0]: np.zeros((3, *FRAME, 3), np.uint8)}, (CAMERAS[0], "1 to 2 images", "3")),
         ({CAMERAS[0]: np.zeros((2, *FRAME, 3), np.uint8)}, (f"2 of {CAMERAS[0]}", f"1 of {CAMERAS[1]}")),
-        ({"observation.state": np.zeros((2, 6))}, ("as many moments", "2 of observation.state")),
+        ({"observation.state": np.zeros((2, 6))}, ("same number of time steps", "2 of observation.state")),
         ({"observation.state": np.zeros(5)}, ("observation.state", "(6,)", "(5,)")),
     ],
 )  # fmt: skip

@@ -125,5 +125,5 @@ def test_an_adapter_and_its_base_may_be_folders_and_revisions(hub: LocalHub, tmp
     assert json.loads((base / "config.json").read_text())["type"] == "pi0"
     assert adapter is not None and adapter.name == "run_1"
     assert base_and_lora(f"{ONE}@v1", "someone/adapters/run_1") == (base, adapter)
-    with pytest.raises(CheckpointError, match=f"expected on top of {ONE}@v1, .*, got {MANY}/libero_10"):
+    with pytest.raises(CheckpointError, match=f"expected the base {ONE}@v1, .*, got {MANY}/libero_10"):
         base_and_lora(f"{MANY}/libero_10", "someone/adapters/run_1")

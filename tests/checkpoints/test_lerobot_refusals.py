@@ -132,11 +132,11 @@ CASES: list[tuple[str, Change, str]] = [
     ("pi0", edit(NORMALIZE, norm_map={"STATE": "MIN_MAX"}),
      r"expected observation\.state\.min and observation\.state\.max for MIN_"),
     # The robot's names.
-    ("pi05", rename({"a": STATE, "b": STATE}), f"rename_map.*one name that becomes {STATE}, got a, b"),
-    ("pi05", rename({HAND: IMAGE, "b": IMAGE}), f"rename_map.*one name that becomes {IMAGE}, got {HAND}, b"),
-    ("pi05", rename({STATE: "observation.other"}), f"rename_map.*a name that becomes {STATE}.* as observation.other"),
+    ("pi05", rename({"a": STATE, "b": STATE}), f"rename_map.*one name renamed to {STATE}, got a, b"),
+    ("pi05", rename({HAND: IMAGE, "b": IMAGE}), f"rename_map.*one name renamed to {IMAGE}, got {HAND}, b"),
+    ("pi05", rename({STATE: "observation.other"}), f"rename_map.*a name renamed to {STATE}.* as observation.other"),
     # Relative actions.
-    *((kind, change, "relative actions: expected one answer, got ") for kind in ("pi0", "pi05", "pi0_fast")
+    *((kind, change, "relative actions: expected one value in all files, got ") for kind in ("pi0", "pi05", "pi0_fast")
       for change in (
         configure(use_relative_actions=True),
         edit("relative_actions_processor", enabled=True),

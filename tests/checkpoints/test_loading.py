@@ -82,7 +82,7 @@ def test_a_path_below_a_folder_that_is_here_is_not_looked_for_on_the_hub(
 ) -> None:
     (tmp_path / "outputs" / "run" / "checkpoints").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"got 'outputs/run/last'; outputs/run holds checkpoints/"):
+    with pytest.raises(CheckpointError, match=r"got 'outputs/run/last'; outputs/run contains checkpoints/"):
         find("outputs/run/last")
 
 
@@ -121,7 +121,7 @@ def test_our_own_folder(tmp_path: Path) -> None:
     checkpoint = load(tmp_path)
     model, processor = checkpoint.model, checkpoint.processor
     assert model.config == config and processor.preset == PRESETS["libero"]
-    with pytest.raises(ConfigError, match="preset: 14 state or action dimensions do not fit a model of 8"):
+    with pytest.raises(ConfigError, match="preset: expected at most 8 state and action dimensions, got 14"):
         table = {n: {k: [1.0] * 14 for k in d} for n, d in statistics().items()}
         (tmp_path / "norm_stats.json").write_text(json.dumps(table))
         load(tmp_path, PolicyConfig(preset="aloha"))

@@ -194,7 +194,7 @@ WIDE = {f"{EXPERT}layers.2.self_attn.o_proj": (torch.zeros(3, 25), torch.zeros(1
     [
         (OTHER, {}, r"it adapts another model: this one lacks .*layers\.9\.self_attn\.o_proj\.weight"),
         (WIDE, {}, r"it adapts another model: .*o_proj\.weight \(expected \(14, 24\), got \(14, 25\)\)"),
-        (factors(), {"base_model_name_or_path": "lerobot/pi05_base"}, "expected on top of lerobot/pi05_base, as its"),
+        (factors(), {"base_model_name_or_path": "lerobot/pi05_base"}, "expected the base lerobot/pi05_base, which its"),
         (factors(), {"peft_type": "IA3"}, "expected peft_type LORA in adapter_config.json, got 'IA3'"),
         (factors(), {"r": None}, "expected a number as r of .* in adapter_config.json, got None"),
         (factors(), {"alpha_pattern": {".*": "16"}}, "expected a number as lora_alpha of .*, got '16'"),

@@ -106,7 +106,9 @@ def test_settings_go_before_the_checkpoint(tmp_path: Path) -> None:
 def test_a_shipped_preset_of_another_robot_than_the_statistics_is_an_error(tmp_path: Path, written: bool) -> None:
     """Its numbers may fit, and would be another robot's."""
     write_openpi(tmp_path, "pi05", "droid", **({"preset": "libero"} if written else {}))
-    with pytest.raises(ConfigError, match=r"preset: expected droid, as assets/droid says, or a YAML file, got libero"):
+    with pytest.raises(
+        ConfigError, match=r"preset: expected droid, which assets/droid names, or a YAML file, got libero"
+    ):
         load(tmp_path, PolicyConfig(preset=None if written else "libero"))
 
 

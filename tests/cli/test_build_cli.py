@@ -144,7 +144,7 @@ def test_an_engine_built_ahead_is_the_one_a_policy_asks_for(
         ("vision: eager", "", r"nothing to build: .* names no TensorRT engine \(vision eager, kv_cache auto"),
         (CONFIG, "--targets ada", "target: expected a compute capability like sm89 or 8.9, got 'ada'"),
         (CONFIG, "--targets sm90", "TensorRT-RTX does not run on compute capability 9.0; it runs on 7.5,"),
-        (CONFIG, "", "there is no GPU to build for; name the GPUs, as in --targets sm89,sm120"),
+        (CONFIG, "", "expected a GPU or targets, got neither; pass --targets sm89,sm120"),
         (
             CONFIG,
             "--targets sm89 --model pi7",
@@ -181,7 +181,7 @@ def test_everything_that_is_missing_comes_in_one_error(tmp_path: Path, capsys: A
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run("build", "--config", path, "--cache", tmp_path / "e") == 1
     said = capsys.readouterr().err
-    for part in ("torch-tensorrt is not installed; the set for torch", "no usable TensorRT", "name the GPUs"):
+    for part in ("torch-tensorrt is not installed; the set for torch", "no usable TensorRT", "pass --targets"):
         assert part in said
     assert said.count("pip install") == 2
 

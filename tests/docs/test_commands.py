@@ -62,7 +62,7 @@ LOOKED_UP: dict[str, str] = {
     "python -m tests.": MINUTES,
     "vla-accel serve": f"{SERVES}; tests/cli/test_cli_serve.py starts it",
     "vla-accel bench-server": f"{MINUTES}; tests/cli/test_bench_server.py runs it",
-    "openssl req": "it makes a key; tests/remote/test_security.py serves with one",
+    "openssl ": "it makes keys; tests/remote/test_security.py serves with one",
     "docker build": "it needs docker and a network; tests/docs/test_deploy.py reads the recipe",
     "docker run": "it needs docker and a GPU",
     "docker compose": "it needs docker and a network; tests/docs/test_deploy.py reads its files",

@@ -144,7 +144,7 @@ def test_a_gpu_that_is_lent_but_not_there_is_an_error(tmp_path: Path, checkpoint
 def test_an_address_where_no_cluster_is_is_one_error(tmp_path: Path) -> None:
     with silent_port() as port:
         for address, message in (
-            (f"127.0.0.1:{port}", f"ray: nobody answers at 127.0.0.1:{port} "),
+            (f"127.0.0.1:{port}", f"ray: expected a cluster at 127.0.0.1:{port}, "),
             ("ray://head:10001", "ray: expected auto, local or HOST:PORT, got 'ray://head:10001'"),
             ("head", "ray: expected auto, local or HOST:PORT, got 'head'"),
         ):

@@ -317,7 +317,9 @@ def test_a_run_does_not_begin_where_another_lies(
     monkeypatch.setattr(train, "worker", lambda *_: pytest.fail("begun"))
     (tmp_path / "000200").mkdir()
     config = TrainConfig("start", "states", str(tmp_path), resume=str(tmp_path) if resumed else "")
-    with pytest.raises(ConfigError, match=r"out: expected a folder without checkpoints, found .*/000200; give the run"):
+    with pytest.raises(
+        ConfigError, match=r"out: expected a folder without checkpoints, found .*/000200; pass a new folder"
+    ):
         train.main(config)
     begun: list[Any] = []
     monkeypatch.setattr(train, "worker", lambda *words: begun.append(words))

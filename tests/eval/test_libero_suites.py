@@ -98,7 +98,10 @@ def test_start_states_that_cannot_be_are_named(
 def test_start_states_of_another_suite_or_too_few_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("libero", reason="needs LIBERO")
     folder = sampled(tmp_path, tasks=9)
-    with pytest.raises(ConfigError, match=r"starts: .*libero_object lacks task_09\.npz; make them: .*states --suite"):
+    with pytest.raises(
+        ConfigError,
+        match=r"starts: expected task_09\.npz in .*libero_object, found none; create them: .*states --suite",
+    ):
         from_sampled(LIBERO, folder, ["libero_object"]).load_suite("libero_object")
     (folder / "libero_object").rename(folder / "libero_spatial")
     with pytest.raises(ConfigError, match="expected start states of libero_spatial, got 'libero_object'"):

@@ -70,10 +70,10 @@ def test_parts_that_do_not_make_one_run_are_refused(tmp_path: Path, capfd: pytes
     seed = played(tmp_path, "seed", "--shard", "3/3", "--seed", "8")
     capfd.readouterr()
     for parts, message in (
-        ((first, third), "expected all 6 episodes of the run, none holds task 1, trial 0; task 1, trial 1"),
+        ((first, third), "expected all 6 episodes of the run, no part has task 1, trial 0; task 1, trial 1"),
         (
             (first, second, halves),
-            f"{halves}: expected no episode of another part, {second} holds task 1, trial 1,",
+            f"{halves}: expected no episode of another part, {second} also has task 1, trial 1",
         ),
         ((first, second, seed), f"{seed} is not of the same run as {first}: protocol.seed was 7, now 8"),
         ((first, first), "parts: expected different result files"),

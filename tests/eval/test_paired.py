@@ -80,13 +80,13 @@ def test_mcnemar_by_hand(lost: int, gained: int, p: float) -> None:
 
 def test_mcnemar_of_many_pairs() -> None:
     assert mcnemar_exact(1000, 1000) == 1.0 and 0 < mcnemar_exact(1500, 500) < 1e-100
-    with pytest.raises(ConfigError, match="at least 0, got -1"):
+    with pytest.raises(ConfigError, match=r"at least 0 .*, got -1"):
         mcnemar_exact(-1, 3)
 
 
 def test_an_unpaired_episode_is_an_error_on_either_side() -> None:
     few, many = result({3: [WON] * 4}), result({3: [WON] * 6})
-    message = "few: expected the episodes of many, lacks 2 of them, the first task 4, trial 4, 3 steps"
+    message = "few: expected the episodes of many, 2 of them are missing, the first task 4, trial 4, 3 steps"
     for reference, other, names in ((few, many, ("few", "many")), (many, few, ("many", "few"))):
         with pytest.raises(ConfigError, match=message):
             pairs.compare(reference, {names[1]: other}, names[0])

@@ -87,7 +87,7 @@ def test_batch_weights_and_device_are_checked() -> None:
     assert why_not(H200, spec, 6, "bf16") is None
     assert why_not(H200, spec, 7, "bf16") == "7 x 10 suffix rows are more than 64"
     for precision in ("fp32", "fp16", "fp8", "int8"):
-        assert why_not(H200, spec, 1, precision) == f"it takes BF16 weights, not {precision.upper()}"
+        assert why_not(H200, spec, 1, precision) == f"it needs BF16 weights, got {precision.upper()}"
     for gpu in (gpu for one in GPUS.values() for gpu in (one, one.portable)):
         expected = f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
         assert why_not(gpu, spec, 1, "bf16") == (None if gpu.capability == (9, 0) else expected)

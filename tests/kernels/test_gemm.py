@@ -81,7 +81,7 @@ def test_an_activation_that_the_epilogue_lacks_is_refused(activation: Activation
     out = torch.zeros(16, 16 if activation.gated else 32, dtype=torch.bfloat16)
     reason = why_not_product(H200, x, weights, out, Epilogue(activation=activation))
     refused = activation in (Activation.SILU, Activation.RELU, Activation.MISH)
-    assert (reason is not None and f"activation is {activation};" in reason) == refused, reason
+    assert (reason is not None and f"got {activation}" in reason) == refused, reason
     assert refused or reason is None
 
 
@@ -357,21 +357,21 @@ def test_operands_and_epilogues_that_do_not_fit_are_refused(recorder: Recorder) 
     onto: dict[str, Any] = {"residual": True, "moments": of_out}
     persistent, wide_pairs = HopperTile(2, 1, 2, 136, 3, persistent=True), HopperTile(1, 1, 1, 64, 4, across=2)
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        ((x.float(), weights, out), {}, "x is torch.float32"),
-        ((x, weights, out.half()), {}, "out is torch.float16"),
-        ((x, Linear(weights.weight[:, :32]), out), {}, "the weight"),
-        ((x, weights, out[:, :64]), {}, "out"),
+        ((x.float(), weights, out), {}, "got torch.float32"),
+        ((x, weights, out.half()), {}, "got torch.float16"),
+        ((x, Linear(weights.weight[:, :32]), out), {}, "weight .128, 32."),
+        ((x, weights, out[:, :64]), {}, "out .100, 64."),
         ((x[:, :60], Linear(weights.weight[:, :60]), out), {}, "16 bytes"),
         ((x, weights, out.t().contiguous().t()), {}, "contiguous"),
-        ((x, weights, misaligned(out)), {}, "multiples of 16 bytes"),
-        ((misaligned(x), weights, out), {}, "multiples of 16 bytes"),
+        ((x, weights, misaligned(out)), {}, "aligned to 16 bytes"),
+        ((misaligned(x), weights, out), {}, "aligned to 16 bytes"),
         ((x, weights, out), {"tile": HopperTile(1, 1, 1, 60, 4)}, "multiple of 8"),
-        ((x, biased, half), {"activation": GEGLU}, "no bias"),
+        ((x, biased, half), {"activation": GEGLU}, "without a bias"),
         ((x, paired, half), {"activation": GEGLU, "shift": torch.zeros(128)}, "no shift"),
-        ((x, weights, half), {"activation": GEGLU, "norm": of_x, "tile": wide_pairs}, "shares what it fetches"),
+        ((x, weights, half), {"activation": GEGLU, "norm": of_x, "tile": wide_pairs}, "shares its operands"),
         ((x, weights, out), {**onto, "moments": Moments.like(x)}, r"moments of 128 columns .* got .* \(3, 100\)"),
         ((x, weights, out), {**onto, "moments": replace(of_out, sums=of_out.sums.double())}, "got torch.float64"),
-        ((x, weights, out), {**onto, "moments": Moments.like(out, 32)}, "moments are of 64 columns, got 32"),
+        ((x, weights, out), {**onto, "moments": Moments.like(out, 32)}, "moments of 64 columns, got 32"),
         ((x, weights, out), {**onto, "activation": GELU}, "plain product"),
         ((x, weights, out.to(FP8)), {**onto, "quantize": 1.0}, "plain product"),
         ((x, weights, out), {"moments": of_out}, "come with a residual"),

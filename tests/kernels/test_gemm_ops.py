@@ -340,12 +340,12 @@ def test_the_ledger_says_why_cublas_runs_a_product(
         said = products_by(600, products)[0]
         for reason, names in (
             ("it was measured to be slower", "a, e"),
-            ("whole 32 by 16, this is 2040 by 2048", "b"),
+            ("multiples of 32 by 16, got 2040 by 2048", "b"),
             ("600 by 128 by 128 is too small", "c"),
             ("the rows of gate and up do not alternate by eights", "d"),
         ):
             assert any(reason in part and part.endswith(f": {names}") for part in said.split("; ")), (reason, said)
-        assert "from 129 to 32768 rows, these are 8" in products_by(8, products)[0]
+        assert "from 129 to 32768 rows, got 8" in products_by(8, products)[0]
     monkeypatch.setattr(Gpu, "of", lambda _: RTX_4090)
     with steered("cuda", META):
         said = products_by(600, products)[0]

@@ -175,7 +175,7 @@ def test_what_it_does_not_run_is_explained(case: LoopCase, why: str) -> None:
             assert found == f"it needs compute capability 8.0, {gpu.name} has {gpu.version}"
         else:
             assert (found is None) == (why == "") and why in (found or "")
-    assert why_not(H200, spec, case.batch, "int8") == "it takes BF16 weights, not INT8"
+    assert why_not(H200, spec, case.batch, "int8") == "it needs BF16 weights, got INT8"
     assert why_not(None, spec, case.batch, "bf16") == "there is no GPU"
 
 

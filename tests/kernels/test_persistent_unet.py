@@ -159,8 +159,8 @@ def test_a_mistake_shows(name: str, emulated: Path) -> None:
 REFUSED: dict[str, tuple[Gpu | None, dict[str, Any], int, str, str]] = {
     "no GPU": (None, {}, 1, "bf16", "there is no GPU"),
     "an old GPU": (replace(H200, capability=(7, 5)), {}, 1, "bf16", "compute capability 8.0"),
-    "8-bit weights": (H200, {}, 1, "int8", "BF16 weights, not INT8"),
-    "a batch": (H200, {}, 2, "bf16", "one sequence, not 2"),
+    "8-bit weights": (H200, {}, 1, "int8", "BF16 weights, got INT8"),
+    "a batch": (H200, {}, 2, "bf16", "a batch of 1, got 2"),
     "a long chunk": (H200, {"action_horizon": 24}, 1, "bf16", "24 rows are more than 16"),
     "odd widths": (H200, {"widths": (32, 40)}, 1, "bf16", "do not fit widths of 32, 40"),
     "no residual convolution": (H200, {"widths": (64, 32)}, 1, "bf16", "upward blocks"),

@@ -157,7 +157,7 @@ def test_a_checkpoint_with_a_schedule_of_its_own_is_the_measure() -> None:
 def test_a_checkpoint_of_one_step_has_a_report_without_other_schedules() -> None:
     report = judge(KnownFlow(bent), Schedule.uniform(1), steps=(1,))
     assert report.rows == (report.default,)
-    assert "Keep the checkpoint's own, 1 uniform" in summary(report.as_dict())[0]
+    assert "Keep the checkpoint's own schedule, 1 uniform" in summary(report.as_dict())[0]
 
 
 def test_the_searched_times_come_from_one_half_and_the_figures_from_the_other() -> None:

@@ -24,6 +24,7 @@ from vla_accel.transforms.robots import ALOHA
 
 FOLDER = ROOT / "plugins" / "xpolicylab_vla_accel"
 SETTINGS = {**yaml.safe_load((FOLDER / "deploy.yml").read_text()), "ckpt_name": "some", "action_type": "joint"}
+KEYS = dict(zip(model.CAMERAS, ALOHA.images, strict=True))
 SIZES = {"left_arm_joint_state": 6, "left_ee_joint_state": 1, "right_arm_joint_state": 6, "right_ee_joint_state": 1}
 
 
@@ -31,7 +32,7 @@ class Policy:
     """Action i is the state plus i; batches are counted."""
 
     def __init__(self, width: int = 14, **metadata: Any) -> None:
-        self.metadata = {"robot": ALOHA.described(), **metadata}
+        self.metadata = {"robot": ALOHA.described(), "action_horizon": 4, **metadata}
         self.width, self.seen, self.batches, self.resets = width, [], [], 0
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +75,14 @@ def test_the_policy_gets_images_state_and_prompt_under_its_keys(monkeypatch: pyt
         for i in range(2)
     ]  # fmt: skip
     assert len(chunk) == 4 and chunk[0]["left_arm_joint_state"].dtype == np.float32
+
+
+def test_a_null_leaves_a_camera_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy()
+    adapter = made(monkeypatch, policy, cameras={**KEYS, "cam_left_wrist": None})
+    adapter.update_obs(seen())
+    adapter.get_action()
+    assert {*ALOHA.images} - {*policy.seen[0]} == {KEYS["cam_left_wrist"]}
 
 
 def test_environments_are_answered_in_one_pass_by_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +131,14 @@ def test_compressed_images_are_read_as_rgb(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({"action_type": "pose"}, Policy(), "action_type"),
         ({"actions_per_chunk": 0}, Policy(), "actions_per_chunk"),
-        ({"cameras": {"cam_head": "images/other"}}, Policy(), "cameras"),
+        ({"actions_per_chunk": True}, Policy(), "actions_per_chunk"),
+        ({"actions_per_chunk": 5}, Policy(), "actions_per_chunk.* 4, got 5"),
+        ({"actions_per_chunk": 4}, Policy(returned_actions=3), "actions_per_chunk.* 3, got 4"),
+        ({"cameras": "top"}, Policy(), "cameras"),
+        ({"cameras": {**KEYS, "cam_head": "images/other"}}, Policy(), "cameras"),
+        ({"cameras": {**KEYS, "cam_left_wrist": KEYS["cam_head"]}}, Policy(), "cameras"),
+        ({"cameras": {**KEYS, "other": KEYS["cam_head"]}}, Policy(), "cameras"),
+        ({"cameras": {"cam_head": KEYS["cam_head"], "cam_left_wrist": None}}, Policy(), "cameras"),
         ({}, Policy(robot={**ALOHA.described(), "images": ["front"]}), "cameras"),
         ({}, Policy(robot={**ALOHA.described(), "state": ["a", "b"]}), "state"),
         ({}, Policy(history=2), "history"),
@@ -161,19 +177,30 @@ def test_actions_of_another_robot_are_refused(monkeypatch: pytest.MonkeyPatch) -
         adapter.get_action()
 
 
-@pytest.mark.parametrize("changes", [{"ckpt_name": None}, {"ckpt_name": "ws://127.0.0.1:1", "num_steps": 3}])
-def test_settings_of_the_other_kind_of_policy_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"ckpt_name": None}, "ckpt_name"),
+        *(({"ckpt_name": "ws://127.0.0.1:1", name: 3}, f"{name}: .*server.*3") for name in model.CHECKPOINTS),
+        *(({"ckpt_name": "demo", name: "some"}, f"{name}: .*checkpoint.*some") for name in model.SERVERS),
+        ({"ckpt_name": "ws://127.0.0.1:1", "api_key_file": "no such file"}, "api_key_file .*readable"),
+    ],
+)
+def test_settings_of_the_other_kind_of_policy_are_refused(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
         model.open_policy({**SETTINGS, **changes})
 
 
-def test_a_servers_policy_answers_one_environment_and_several() -> None:
+def test_a_servers_policy_answers_one_environment_and_several(tmp_path: Path) -> None:
     pytest.importorskip("tests.support.server_support")
     from tests.support.server_support import local
-    from vla_accel.server import background
+    from vla_accel.server import PolicyRegistry, background
 
-    with background(Policy(), local()) as server:
-        adapter = Model({**SETTINGS, "ckpt_name": server.address})
+    file = tmp_path / "key"
+    file.write_text("secret\n")
+    policies = PolicyRegistry({"other": lambda: (Policy(width=7), 0), "arms": lambda: (Policy(), 0)})
+    with background(policies, local(api_key_file=file)) as server:
+        adapter = Model({**SETTINGS, "ckpt_name": server.address, "policy": "arms", "api_key_file": str(file)})
         adapter.update_obs_batch([seen(env_idx=0), seen(50.0, env_idx=1)])
         firsts = [chunk[0]["left_arm_joint_state"][0] for chunk in adapter.get_action_batch()]
         assert firsts == [0, 50] and len(adapter.get_action_batch([1])) == 1

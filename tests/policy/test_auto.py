@@ -48,7 +48,7 @@ def test_elsewhere_it_is_eager_and_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     cases: list[tuple[dict[str, Choice], str]] = [
         (choose(FREE, torch.device("cpu"), BF16), "there is no GPU"),
         (chosen(T4), "the native engine needs compute capability 8.0 or newer, this GPU (Tesla T4) has 7.5"),
-        (chosen(H200, dtype=torch.float32), "the native kernels are made for BF16, got float32"),
+        (chosen(H200, dtype=torch.float32), "the native kernels need BF16, got float32"),
     ]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cases.append((chosen(H200), "the native engine needs triton: pip install triton"))
@@ -167,7 +167,7 @@ def test_a_kept_report_counts_for_these_weights_steps_and_engines(
         caplog.clear()
         kept(folder, policy, **changes)
         same_steps = changes.keys().isdisjoint(("num_steps", "schedule"))
-        assert ("auto will not use parity_native_fp8.json: " in caplog.text) == same_steps
+        assert ("parity_native_fp8.json will not be used: " in caplog.text) == same_steps
         assert agreement.shown(folder, policy.model, TWO) is None
     path.write_text("{")
     assert agreement.shown(folder, policy.model, TWO) is None

@@ -19,6 +19,7 @@ from tests.support.tiny_diffusion_policy import CAMERAS, config_of, observation,
 from vla_accel import OptimizedPolicy
 from vla_accel.config import load_config
 from vla_accel.errors import ObservationError
+from vla_accel.families.bench import bench_card
 from vla_accel.families.diffusion_policy.family import DIFFUSION_POLICY
 from vla_accel.families.diffusion_policy.network import DiffusionPolicyConfig
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler
@@ -250,3 +251,13 @@ def test_the_evaluation_shows_the_policy_every_last_observation() -> None:
     result = run_episode(env, TASK, actor, EpisodeKey(3, 4, 0), dataclasses.replace(protocol))
     assert result.error is None and [list(seen) for seen in spy.seen] == [[0], [4, 5], [9, 10]]
     assert [i for i, (_, look) in enumerate(env.steps, 1) if look] == [4, 5, 9, 10]
+
+
+def test_the_floor_counts_the_weights_of_convolutions() -> None:
+    """471 MiB of the U-Net in BF16 a step (hand-counted, within 2 %)."""
+    card = bench_card(DIFFUSION_POLICY)
+    config = card.published()
+    processor = card.dummy(config, len(config.cameras))
+    specs = load_config("eager").specs(DIFFUSION_POLICY.parts)
+    work = card.work(config, processor.prepare(processor.example()), 10, specs)
+    assert work["denoise"].bytes / 10 == pytest.approx(471 * 2**20, rel=0.02)

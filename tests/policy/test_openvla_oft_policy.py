@@ -207,7 +207,7 @@ def test_data_of_other_robots_need_a_preset_and_a_horizon(tmp_path: Path) -> Non
     folder = write(tmp_path / "run", change=change)
     some: tuple[dict[str, Any], ...] = ({}, {"preset": "libero"}, {"checkpoint": {"action_horizon": 5}})
     for settings in some:
-        with pytest.raises(CheckpointError, match=r"got bridge_orig: .* checkpoint.action_horizon and preset"):
+        with pytest.raises(CheckpointError, match=r"got bridge_orig, .* checkpoint.action_horizon and preset"):
             policy_of(folder, **settings)
     policy = policy_of(folder, preset="libero", checkpoint={"action_horizon": 5})
     actions = policy.infer(given("libero", 0))["actions"]

@@ -130,7 +130,7 @@ def test_a_batch_of_other_views_is_refused_and_the_next_is_not() -> None:
     policy = OptimizedPolicy(Checkpoint("aloha", PI0, model, processor), EAGER)
     three, one = aloha(*ALL), aloha(ALL[0])
     for batch, counts in (([three, one], r"\[3, 1\]"), ([one, three], r"\[1, 3\]")):
-        with pytest.raises(ObservationError, match=f"batch: expected as many views of each, got {counts}"):
+        with pytest.raises(ObservationError, match=f"batch: expected equally many views, got {counts}"):
             policy.infer_batch(batch)
     assert len(policy.pipelines) == 0
     assert len(policy.infer_batch([three, three])) == 2 and len(policy.infer_batch([one, one])) == 2
@@ -143,8 +143,8 @@ def test_a_feed_must_fill_the_buffers(policy: OptimizedPolicy) -> None:
     tokens: Any = feed.inputs["tokens"]
     images: Any = feed.inputs["images"]
     for changes, parts in (
-        ({"images": None}, ("pi05", "lacks images", "tokens")),
-        ({"tokens": None}, ("pi05", "lacks tokens", "images")),
+        ({"images": None}, ("pi05", "expected images", "tokens")),
+        ({"tokens": None}, ("pi05", "expected tokens", "images")),
         ({"images": [*images, *images]}, ("images: expected 2", "got 4")),
         ({"images": images[:1]}, ("images: expected 2", "got 1")),
         ({"images": [i[:, :, :1] for i in images]}, ("images: expected shape (28, 28, 3)", "got (28, 28, 1)")),

@@ -341,7 +341,7 @@ def test_an_engine_that_cannot_be_built_is_an_error_where_no_fallback_is_allowed
 def test_non_finite_actions_are_an_error(policy: OptimizedPolicy) -> None:
     policy.infer(tiny_observation())
     policy.model.action_out_proj.bias.data[2] = torch.nan
-    with pytest.raises(EngineError, match=r"denoise\.actions: non-finite values"):
+    with pytest.raises(EngineError, match=r"denoise\.actions: expected finite values, got NaN"):
         policy.infer(tiny_observation())
 
 

@@ -107,7 +107,7 @@ def test_what_cannot_be_served_is_one_error() -> None:
 
 def test_an_address_where_no_cluster_is_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
-        (["--ray", "127.0.0.1:1"], "ray: nobody answers at 127.0.0.1:1 "),
+        (["--ray", "127.0.0.1:1"], "ray: expected a cluster at 127.0.0.1:1, "),
         (["--ray", "auto", "--devices", "cpu"], "devices: expected --devices alone, got --device or --ray, too"),
     ):
         assert main(["serve", "demo", "--port", "0", *words]) == 1

@@ -183,7 +183,7 @@ def test_images_of_earlier_control_steps(processor: GrootProcessor) -> None:
         np.testing.assert_array_equal(inputs.raw_state, np.full(8, (count - 1) / 10))
     with pytest.raises(ObservationError, match="observation/image: expected 1 to 4 images, got 5"):
         spaced.prepare(observation(**{k: np.zeros((5, 256, 256, 3), np.uint8) for k in processor.preset.images}))
-    with pytest.raises(ObservationError, match=r"wrist_image: expected as many images of each, got \[3, 4\]"):
+    with pytest.raises(ObservationError, match=r"wrist_image: expected the same number of images.*, got \[3, 4\]"):
         spaced.prepare(given(4, **{"observation/image": np.stack(four[1:])}))
     repeated = dataclasses.replace(processor, moments=(0, 0))
     assert repeated.history == 1 and len(repeated.prepare(observation()).images) == 4
@@ -233,7 +233,7 @@ def test_views_of_two_shapes_are_refused(processor: GrootProcessor) -> None:
 
 
 def test_a_state_that_is_too_long_for_the_model(processor: GrootProcessor) -> None:
-    with pytest.raises(CheckpointError, match="state: 8 numbers do not fit a model of 6"):
+    with pytest.raises(CheckpointError, match="state: expected at most 6 numbers, got 8"):
         dataclasses.replace(processor, state_dim=6)
     with pytest.raises(CheckpointError, match="action: expected statistics of 7 numbers, got 3"):
         dataclasses.replace(processor, actions=Groups((Group("arm", 3, low=LOW, high=HIGH),)))

@@ -57,6 +57,19 @@ def test_episodes_follow_each_other_and_policies_have_paths_of_their_own() -> No
     assert [text for path, _, text in view.shown.texts if path == "log"] == ["first", "second"]
 
 
+def test_an_episode_begins_after_the_rest_of_the_last_chunk() -> None:
+    with ShownView() as view:
+        for _ in range(2):
+            view.began("an episode")
+            view.inferred(0, {}, np.arange(10.0)[:, None], {})
+            for tick in range(3):
+                view.executed(tick, np.zeros(1))
+            view.warned("stopped")
+    assert [tick for tick, _ in view.shown.curves["action/0/chunk"]] == [*range(20)]
+    assert [tick for tick, _ in view.shown.curves["action/0/executed"]] == [0, 1, 2, 10, 11, 12]
+    assert [tick for _, tick, text in view.shown.texts if text == "stopped"] == [2, 12]
+
+
 def test_the_prompt_is_shown_when_it_changes_and_warnings_are_lines_of_the_log() -> None:
     with ShownView() as view:
         for tick, prompt in enumerate(["a", "a", "b"]):
@@ -69,7 +82,6 @@ def test_a_viewer_that_hangs_loses_events_and_delays_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(live, "MOST_EVENTS", 4)
-    monkeypatch.setattr(live, "_CLOSE_S", 0.01)
     gate, entered = threading.Event(), threading.Event()
 
     class Hanging(ShownView.Viewer):
@@ -82,7 +94,7 @@ def test_a_viewer_that_hangs_loses_events_and_delays_nobody(
     assert entered.wait(PATIENCE_S)
     for tick in range(10):
         view.executed(tick, np.zeros(1))
-    view.close()
+    view.close(0.01)
     gate.set()
     assert view.dropped == 6
     assert "6 events were dropped" in caplog.text and "did not take the rest" in caplog.text
@@ -116,15 +128,25 @@ def test_errors_of_the_viewer_are_one_warning(caplog: pytest.LogCaptureFixture) 
         def text(self, path: str, tick: int, seconds: float, text: str) -> None:
             raise OSError("no space left")
 
+        def numbers(self, path: str, ticks: list[int], values: list[float], seconds: list[float]) -> None:
+            if path == "age/ms":
+                raise OSError("no space left")
+            super().numbers(path, ticks, values, seconds)
+
+        def arrange(self, cameras: list[str], actions: list[str]) -> None:
+            raise OSError("no space left")
+
     viewer = Broken()
     view = LiveView(viewer)
     for title in ("a", "b", "c"):
         view.began(title)
-    eventually(lambda: view.failed == 3)
+    view.measured(0, {"age/ms": 1.0, "count/underruns": 2.0})
+    view.inferred(0, {"prompt": "pick", "state": [5.0]}, CHUNK, {})
     view.executed(0, np.zeros(1))
-    eventually(lambda: "action/0/executed" in viewer.curves)
     view.close()
-    assert caplog.text.count("no space left") == 1 and "0 events were dropped, 3 failed" in caplog.text
+    assert {"count/underruns", "state/state/0", "action/0/chunk", "action/0/executed"} <= viewer.curves.keys()
+    assert caplog.text.count("no space left") == 1
+    assert "0 events were dropped, 6 failed" in caplog.text  # four texts, a curve and the panels
 
 
 @pytest.mark.parametrize(
@@ -159,6 +181,7 @@ def test_what_is_no_picture_number_or_text_is_left_out() -> None:
         ("rerun://gpu-box:9876", Target("gpu-box:9876")),
         ("rerun://[::1]:9876", Target("[::1]:9876")),
         ("rerun:run.rrd", Target(file=Path("run.rrd"))),
+        ("rerun:~/a/run.rrd", Target(file=Path.home() / "a" / "run.rrd")),
     ],
 )
 def test_a_target_is_a_viewer_an_address_or_a_file(text: str, target: Target) -> None:

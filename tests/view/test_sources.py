@@ -18,11 +18,13 @@ from tests.plugins.test_ros_control import Clock, Robot
 from tests.support import toy_command
 from tests.support.eval_support import TASK, FakeEnv, FakePolicy
 from tests.support.viewers import ShownView
+from tests.support.waiting import PATIENCE_S
 from vla_accel.cli.options import read
 from vla_accel.cli.serve import Serve, main
 from vla_accel.errors import ConfigError
 from vla_accel.remote.async_runner import AsyncRunner
 from vla_accel.server import PolicyServer, Replicas
+from vla_accel.view import View
 from vla_accel.view.live import LiveView
 
 
@@ -65,6 +67,20 @@ def test_a_loop_closes_the_view_that_it_opened_and_no_other(monkeypatch: pytest.
         assert opened.shown.closed is closed
 
 
+def test_a_loop_that_an_exception_ends_waits_a_second_for_its_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    class Kept(View):
+        def close(self, timeout_s: float = 10.0) -> None:
+            waits.append(timeout_s)
+
+    monkeypatch.setattr("vla_accel.remote.async_runner.open_view", lambda view: Kept())
+    with pytest.raises(KeyboardInterrupt), AsyncRunner(Policy(), hz=50, view="rerun"):
+        raise KeyboardInterrupt
+    AsyncRunner(Policy(), hz=50, view="rerun").close(timeout_s=60.0)
+    assert len(waits) == 2 and 0 <= waits[0] <= 1 < waits[1] <= 60
+
+
 def test_a_server_shows_each_request_one_chunk_after_the_other() -> None:
     pytest.importorskip("websockets", reason="needs websockets")
     from tests.support.server_support import DIM, HORIZON, EchoPolicy, local
@@ -81,6 +97,40 @@ def test_a_server_shows_each_request_one_chunk_after_the_other() -> None:
         assert curves[f"action/{dim}/chunk"] == list(enumerate(sent[:, dim].tolist()))
     assert curves["state/observation/state/7"] == [(0, 7.0), (HORIZON, 17.0)]
     assert {"latency_ms/server/queue", "latency_ms/server/decode", "latency_ms/server/infer"} <= curves.keys()
+
+
+class Failing(View):
+    on = True
+
+    def inferred(self, *_: Any) -> None:
+        raise RuntimeError("no viewer")
+
+
+@pytest.mark.parametrize(
+    ("view", "actions", "error"),
+    [(Failing(), np.zeros((2, 3)), "no viewer"), (None, np.array(1.0), "TypeError")],
+    ids=["view raises", "actions of no dimension"],
+)
+def test_what_cannot_be_shown_is_one_warning_and_the_server_answers_on(
+    view: View | None, actions: np.ndarray, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("websockets", reason="needs websockets")
+    from tests.support.server_support import EchoPolicy, local
+    from vla_accel.client import PolicyClient
+    from vla_accel.server import background
+
+    class Answers(EchoPolicy):
+        def infer(self, observation: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+            return {"actions": actions}
+
+    with (
+        ShownView() as shown,
+        background(Answers(), local(), view or shown) as server,
+        PolicyClient(server.address, timeout_s=PATIENCE_S) as client,
+    ):
+        for _ in range(3):
+            assert np.array_equal(client.infer({"observation/state": np.zeros(8)})["actions"], actions)
+    assert caplog.text.count("view: ") == 1 and error in caplog.text
 
 
 def test_an_evaluation_shows_what_the_policy_saw_and_the_arm_did() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("rerun", reason="NOT RUN: needs rerun: pip install rerun-sdk
 
 
 def test_a_recording_has_every_path_and_both_time_axes(tmp_path: Path) -> None:
-    file = tmp_path / "run.rrd"
+    file = tmp_path / "a folder" / "run.rrd"
     view = open_view(f"rerun:{file}")
     view.began("pick the cube")
     for tick in range(6):

@@ -48,7 +48,7 @@ def eagle_config(shape: ShapeOf, depth: Depth, start: str, connector: str, joine
     patch = shape(start + "embeddings.patch_embedding.weight", 2 if joined else 4)
     out_width, columns = shape(f"{connector}{_CONNECTORS[joined]['fc1']}.weight", 2)
     if width % VISION_HEAD:
-        raise ConfigError(f"vision.width {width}: expected heads of {VISION_HEAD}, as Eagle's are")
+        raise ConfigError(f"vision.width: expected a multiple of {VISION_HEAD}, Eagle's head width, got {width}")
     return EagleVisionConfig(
         width=width, depth=depth(layers), mlp_dim=shape(layers + "0.mlp.fc1.weight", 2)[0],
         heads=width // VISION_HEAD, patch_size=round((patch[1] / 3) ** 0.5) if joined else patch[2],

@@ -279,14 +279,14 @@ def _robot_names(renamed: Mapping[str, str], keys: Sequence[str], path: Path) ->
         sources = [robot for robot, model in renamed.items() if model == key]
         if len(sources) > 1:
             raise CheckpointError(
-                f"{path}: {RENAME}: rename_map: expected one name that becomes {key}, got {', '.join(sources)}"
+                f"{path}: {RENAME}: rename_map: expected one name renamed to {key}, got {', '.join(sources)}"
             )
         if sources or key not in renamed:
             names[key] = sources[0] if sources else key
     for key in (STATE, ENVIRONMENT):
         if key in keys and key not in names:
             raise CheckpointError(
-                f"{path}: {RENAME}: rename_map: expected a name that becomes {key}, which the policy reads, got "
+                f"{path}: {RENAME}: rename_map: expected a name renamed to {key}, which the policy reads, got "
                 f"{key} as {renamed[key]}"
             )
     return names
@@ -382,7 +382,9 @@ def _are_relative(config: Mapping[str, Any], before: _Pipeline, after: _Pipeline
         found["config.json's use_relative_actions"] = config["use_relative_actions"]
     if len(set(map(bool, found.values()))) > 1:
         got = ", ".join(f"{value!r} as {name}" for name, value in found.items())
-        raise CheckpointError(f"checkpoint {before.path.parent}: relative actions: expected one answer, got {got}")
+        raise CheckpointError(
+            f"checkpoint {before.path.parent}: relative actions: expected one value in all files, got {got}"
+        )
     return any(found.values())
 
 

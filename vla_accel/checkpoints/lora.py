@@ -140,7 +140,11 @@ def fold(model: N, lora: Lora | None, pieces: Callable[[str], tuple[Piece, ...]]
     others = lora.changes.keys() - places.keys()
     dropped = others & {_unwrapped(name) for name in dead}
     if dropped:
-        _log.info("lora %s: no action depends on %s, which it adapts: left out", lora.folder, some(sorted(dropped)))
+        _log.info(
+            "lora %s: skipped the adapters of %s: no action depends on these weights",
+            lora.folder,
+            some(sorted(dropped)),
+        )
     changes: dict[str, list[tuple[slice, Change]]] = {}
     wrong = []
     for stored in lora.changes.keys() & places.keys():

@@ -49,7 +49,7 @@ def tower_sizes(shapes: Shapes, prefix: str, shape: ShapeOf) -> SiglipConfig:
     """Return the sizes of the vision tower. Raises ConfigError if it is not a So400m tower."""
     width, _, _, patch = shape(_TOWER + "embeddings.patch_embedding.weight", 4)
     if width % _SIGLIP_HEAD_DIM:
-        raise ConfigError(f"vision.width {width}: not a So400m tower, whose heads are {_SIGLIP_HEAD_DIM} wide")
+        raise ConfigError(f"vision.width: expected a multiple of {_SIGLIP_HEAD_DIM}, So400m's head width, got {width}")
     tokens, _ = shape(_TOWER + "embeddings.position_embedding.weight", 2)
     return SiglipConfig(
         width=width,

@@ -40,8 +40,8 @@ class Bench:
     """With random weights: eager; native-bf16, native-fp8 and -int8, each also with -vision; native-int8-denoise,
     native-fp8-int8-denoise (pi0_fast: native-fp8, native-fp8-decode, native-int8-decode); portable- instead of native-
     runs without Hopper's kernels, triton- also without the persistent denoise kernel; openpi-eager, -compile,
-    -max-autotune; lerobot-eager, -compile (SmolVLA, VLA-JEPA, Evo-1, GR00T, ACT, Diffusion Policy, Multi-task DiT). An
-    unknown name lists the model's own. Default: eager, native without INT8, and the other project's eager code."""
+    -max-autotune (pi0, pi05); lerobot-eager, and -compile or -graph, of lerobot's models. An unknown name lists the
+    model's own. Default: eager, native without INT8, and the other project's eager code."""
     realtime_vla: Folder = None
     """With random weights: a checkout of realtime-vla, whose code is also timed, at ten steps."""
     prompt_tokens: Number = None

@@ -19,13 +19,13 @@ class Calibrate(PolicySource):
     """Measure the largest inputs of the FP8 products with NVIDIA ModelOpt and store them in the checkpoint's folder."""
 
     config: Annotated[str | None, Argument("CONFIG")] = None
-    """A YAML or JSON file with what the checkpoint does not say of itself: preset, tokenizer, embodiment."""
+    """A YAML or JSON file with settings that the checkpoint lacks: preset, tokenizer, embodiment."""
     observations: Path | None = None
     """Observations that vla_accel.measure.recording.save_observations wrote; required."""
     output: OutputFolder = None
     """Folder for the scales, created if needed. Default: the checkpoint's, or its LoRA adapter's."""
     count: Count = 256
-    """Observations at most, spread over the file."""
+    """Maximum number of observations, spread over the file."""
     device: str | None = None
     """cpu, cuda or cuda:N instead of the configuration's."""
 

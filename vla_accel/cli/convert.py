@@ -25,25 +25,25 @@ class Convert:
     the CPU; needs pip install 'vla_accel[jax]'. conversion.json in the output lists every parameter.
 
     Or convert a starVLA checkpoint, RUN/checkpoints/NAME.pt or NAME.safetensors, to a folder with its weights, settings
-    and statistics; or the pickles in the folder of an openvla-oft run, whose OUTPUT may be the folder itself."""
+    and statistics; or the pickles in the folder of an openvla-oft run. OUTPUT may then be that folder."""
 
     checkpoint: Annotated[Path, Argument("CHECKPOINT", positional=True)]
     """The checkpoint's folder: the one that holds params/ and assets/, or params/ itself; or starVLA's file; or
     openvla-oft's folder."""
     output: Annotated[Path, Argument("OUTPUT", positional=True), Written(folder=True)]
-    """Folder to write; made as needed."""
+    """Folder to write, created if needed."""
     config: str | None = None
     """openpi's training config of the checkpoint (pi05_libero, pi0_droid, …): fixes horizon, preset and prompt."""
     action_horizon: Number = None
     """Actions of a chunk, without --config."""
     precision: Literal["mixed", "bfloat16", "float32"] = "mixed"
-    """mixed: float32 for what openpi computes in float32, bfloat16 for the rest; or everything in one."""
+    """mixed: float32 where openpi computes in float32, bfloat16 for the rest. Others: one type for all weights."""
     assets: Folder = None
     """Folder of the statistics, if it is not in the folder of params/."""
     lora_scale: Annotated[float, Within(0, above=True)] = 1.0
-    """alpha / rank of the attention's LoRA adapters, which are folded in; openpi's variants have alpha = rank."""
+    """alpha / rank of the attention's LoRA adapters, which are merged; openpi's variants have alpha = rank."""
     unused_head: bool = False
-    """Also write the expert's output head, which nothing reads: openpi's own loader insists on it."""
+    """Also write the expert's unused output head, which openpi's own loader requires."""
 
 
 def main(options: Convert, words: list[str]) -> int:

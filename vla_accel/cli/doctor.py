@@ -23,15 +23,16 @@ class Doctor:
     """Report what this machine can run, and test it with the bundled checkpoint: one call in the default engine and one
     in FP32 eager must agree. The exit status is the test's. On a GPU the very first test compiles kernels.
 
-    With a checkpoint, show its statistics of states and actions instead, and with recorded observations the share of
-    values outside of them; the exit status is 1 if some are far outside."""
+    With a checkpoint, print the ranges of its states and actions instead. With recorded observations, also print the
+    share of values outside these ranges; the exit status is 1 if some are far outside."""
 
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name or one on the hub."""
     config: str | None = None
     """With a checkpoint: a YAML or JSON file with the settings that it lacks: preset, tokenizer, embodiment."""
     observations: Path | None = None
-    """With a checkpoint: observations of vla_accel.measure.recording.save_observations; `actions` holds actions."""
+    """With a checkpoint: observations that vla_accel.measure.recording.save_observations wrote. If they have a key
+    `actions`, its values are compared with the range of the actions."""
     count: Count = 256
     """Maximum number of observations, spread over the file."""
     json: bool = False

@@ -273,10 +273,10 @@ class PolicySource:
     checkpoint: Annotated[str | None, Argument("[CHECKPOINT]", default="demo", positional=True)] = None
     """A folder, a bundled checkpoint's name, or owner/name[@revision][/folder] on the hub."""
     config: Annotated[str | None, Argument("CONFIG", default="auto")] = None
-    """How it runs: a shipped configuration's name (native_fp8), or a YAML or JSON file. auto takes the fastest engines
-    that lose nothing on this machine."""
+    """Engines and precision: a shipped configuration's name (native_fp8), or a YAML or JSON file. auto selects the
+    fastest engines that lose no accuracy on this machine."""
     lora: str | None = None
-    """A LoRA adapter to fold into the checkpoint's weights: a folder, or owner/name[@revision][/folder] on the hub."""
+    """A LoRA adapter to merge into the checkpoint's weights: a folder, or owner/name[@revision][/folder] on the hub."""
 
     def settings(self) -> PolicyConfig:
         """Load the configuration, with the adapter of --lora."""

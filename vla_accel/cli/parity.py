@@ -32,13 +32,13 @@ class Parity(StepOptions, PolicySource):
     count: Count = 64
     """Maximum number of observations."""
     draws: Count = 1
-    """Noise draws of each observation."""
+    """Noise draws for each observation."""
     device: str | None = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     threshold: Annotated[float | None, Argument("COSINE"), Within(-1, 1)] = None
-    """Smallest cosine of the final actions. Default: by precision (BF16 0.9995, FP8 0.998)."""
+    """Smallest allowed cosine of the final actions. Default: by precision (BF16 0.9995, FP8 0.998)."""
     seed: Seed = 0
-    """Of noise and random observations."""
+    """Seed of the noise and of random observations."""
     output: OutputFile = None
     """JSON report."""
     report: OutputFile = None

@@ -21,7 +21,7 @@ class Prompts:
     instructions: Annotated[tuple[str, ...], Argument("INSTRUCTION", positional=True)]
     """The robot's instructions, word for word."""
     config: Annotated[str | None, Argument("CONFIG")] = None
-    """A YAML or JSON file with what the checkpoint does not say of itself: checkpoint.wan, checkpoint.tokenizer."""
+    """A YAML or JSON file with settings that the checkpoint lacks: checkpoint.wan, checkpoint.tokenizer."""
     output: Annotated[Path | None, Written(suffix=".safetensors")] = None
     """Another file than the checkpoint's own."""
     device: str | None = None

@@ -49,7 +49,7 @@ and `device` may be None; `folder` is for files of its own; `films`: whether epi
 @dataclass(frozen=True)
 class Tune(StepOptions, PolicySource):
     """Find the fastest configuration of a checkpoint on this machine that agrees with FP32 eager and, with a benchmark,
-    succeeds as often. Writes tuned.yaml, tune.json and a report; the same command continues an interrupted search."""
+    succeeds as often. Writes tuned.yaml, tune.json and a report. The same command continues an interrupted search."""
 
     config: Annotated[str | None, Argument("CONFIG")] = None
     """A shipped configuration's name, or a YAML or JSON file. The search replaces its engines and precision; every
@@ -57,30 +57,30 @@ class Tune(StepOptions, PolicySource):
     observations: Path | None = None
     """Observations that vla_accel.measure.recording.save_observations wrote. Default with --quick: random ones."""
     benchmark: str | None = None
-    """Benchmark for gate two, success on paired episodes: libero, or MODULE:FUNCTION of your own."""
+    """Benchmark that compares success on paired episodes: libero, or your own MODULE:FUNCTION."""
     suite: str | None = None
-    """Of the benchmark. Default: its first."""
+    """Suite of the benchmark. Default: its first."""
     tasks: str | None = None
-    """Of the suite, such as 0-2,5. Default: all."""
+    """Tasks of the suite, such as 0-2,5. Default: all."""
     margin: Annotated[float, Within(0, 99, above=True)] = 2.0
-    """Points of success within which a candidate counts as not worse."""
+    """Largest loss of success, in percentage points, with which a candidate counts as not worse."""
     confidence: Annotated[float, Within(50, 99.99)] = 95.0
-    """Of the two-sided interval, in percent: with 95 the search accepts a worse candidate in 2.5 percent at most."""
+    """Confidence of the two-sided interval, in percent: with 95, at most 2.5 % of searches accept a worse one."""
     finalists: Count = 3
-    """Candidates, the fastest first, that may play episodes until one passes; they share the error rate."""
+    """Number of candidates that may play episodes, the fastest first, until one passes. They share the error rate."""
     episodes: Count = 1000
-    """Pairs of episodes that a candidate plays at most. Clear cases stop early."""
+    """Maximum number of paired episodes of a candidate. Clear cases stop early."""
     workers: Count = 1
     """Simulator processes."""
     no_films: bool = False
-    """Do not film episodes, which saves about a second each; the report then has no videos."""
+    """Do not film episodes. This saves about a second for each; the report then has no videos."""
     allow_steps: Annotated[tuple[int, ...], Within(1)] = ()
-    """Also try these numbers of denoising steps, however far from the exact flow they end (vla-accel flow). Needs
-    --benchmark: only success can judge another policy."""
+    """Also try these numbers of denoising steps, even if the actions differ from the exact flow (vla-accel flow).
+    Needs --benchmark, because only success can judge different actions."""
     count: Count = 64
     """Maximum number of observations."""
     draws: Count = 4
-    """Noises of each observation."""
+    """Noise draws for each observation."""
     calls: Count = 100
     """Timed calls of each candidate."""
     quick: bool = False
@@ -88,7 +88,7 @@ class Tune(StepOptions, PolicySource):
     device: str | None = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     seed: Seed = 0
-    """Of noise and of the order of episodes."""
+    """Seed of the noise and of the order of episodes."""
     output: Annotated[Path, Written(folder=True)] = Path("runs/tune")
     """Folder of tuned.yaml, tune.json, report.html, the journal, and a file for each candidate."""
     report: OutputFile = None

@@ -8,6 +8,6 @@
 Works with any openpi-compatible server.
 """
 
-from vla_accel.client.client import PolicyChangedError, PolicyClient, Reconnect, check_address
+from vla_accel.client.client import PolicyChangedError, PolicyClient, Reconnect, check_address, read_key
 
-__all__ = ["PolicyChangedError", "PolicyClient", "Reconnect", "check_address"]
+__all__ = ["PolicyChangedError", "PolicyClient", "Reconnect", "check_address", "read_key"]

@@ -23,6 +23,7 @@ import numpy as np
 
 from vla_accel.client.connection import Proxy, connection_class, websockets_client
 from vla_accel.errors import ConfigError, ServerError, WireError
+from vla_accel.files import user_path
 from vla_accel.remote import wire
 from vla_accel.remote.metadata import difference, starts_warm
 from vla_accel.remote.numbers import above_zero, at_least, zero_or_more
@@ -375,6 +376,14 @@ def _as_map(observation: Any, name: str) -> dict[str, Any]:
     if not isinstance(observation, Mapping):
         raise WireError(f"{name}: expected a mapping, got a {type(observation).__name__}")
     return dict(observation)
+
+
+def read_key(path: str | Path) -> str:
+    """Return the key in a file, for `PolicyClient(api_key=…)`. Raises ConfigError if the file cannot be read."""
+    try:
+        return user_path(path).read_text()
+    except (OSError, TypeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file {path}: expected a readable file, got: {error}") from error
 
 
 def check_address(address: str) -> None:

@@ -50,7 +50,7 @@ def choose(
     read = [choice.spec.native for choice in choices.values()]
     for name, spec in specs.items():
         if spec.native != NativeOptions() and spec.native not in read:
-            raise ConfigError(f"{name}.native: engine auto takes eager here, because {choices[name].why}")
+            raise ConfigError(f"{name}.native: engine auto chooses eager here, because {choices[name].why}")
     return choices
 
 
@@ -59,14 +59,14 @@ def _choice(name: str, spec: EngineSpec, device: torch.device, dtype: torch.dtyp
     if gpu is None:
         reason = "there is no GPU"
     elif dtype != torch.bfloat16:
-        reason = f"the native kernels are made for BF16, got {str(dtype).removeprefix('torch.')}"
+        reason = f"the native kernels need BF16, got {str(dtype).removeprefix('torch.')}"
     else:
         reason = NativeEngine.why_not(device) or why_not(gpu, pinned) or ""
     if gpu is None or reason:
         try:
             return Choice(replace(spec, engine="eager", native=NativeOptions()), reason)
         except ConfigError as error:
-            raise ConfigError(f"{name}: engine auto takes eager here, because {reason}: {error}") from error
+            raise ConfigError(f"{name}: engine auto chooses eager here, because {reason}: {error}") from error
     why = f"{gpu.name} has compute capability {gpu.version}"
     lower = None if shown is None else shown.precisions.get(name)
     if shown is not None and lower not in (None, "auto", "bf16") and why_not(gpu, lower) is None:

@@ -52,7 +52,9 @@ class NativeEngine(Engine):
         if component.native is None:
             raise EngineError(f"{component.name}: the native engine has no program for this component")
         if spec.keep and "native" not in component.quantised:
-            raise EngineError(f"{component.name}: keep: it has no FP8 products, got {', '.join(spec.keep)}")
+            raise EngineError(
+                f"{component.name}: keep: expected none where no product is in FP8, got {', '.join(spec.keep)}"
+            )
         runtime = current(device)
         gpu = runtime.gpu
         if gpu is not None:
@@ -65,7 +67,7 @@ class NativeEngine(Engine):
         with self.runtime.open():
             self.program: Any = component.native(spec)
         if spec.attention not in ("auto", "own") and not isinstance(getattr(self.program, "attention", None), Choice):
-            raise EngineError(f"{component.name}: it has no other attention kernels than its own, got {spec.attention}")
+            raise EngineError(f"{component.name}: attention: expected auto or own here, got {spec.attention}")
         self.capturable = device.type == "cuda"
         self.detail = self.program.detail if self.capturable else f"{self.program.detail}, torch reference ops (no GPU)"
         if runtime.deterministic:

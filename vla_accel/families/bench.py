@@ -186,7 +186,9 @@ class _Counted:
 
 
 class _WeightReads(TorchFunctionMode):
-    """Counts the weights that linear layers read, by product."""
+    """Counts the weights that linear layers and convolutions read, by product."""
+
+    PRODUCTS = nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d
 
     def __init__(self, model: Network) -> None:
         super().__init__()
@@ -197,7 +199,7 @@ class _WeightReads(TorchFunctionMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear:
+        if func in self.PRODUCTS:
             self.counts[self._products.get(id(args[1]), "")] += args[1].numel()
         return func(*args, **(kwargs or {}))
 

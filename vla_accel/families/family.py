@@ -317,7 +317,7 @@ class Family(ABC, Generic[C, X, S]):
     def prompts(self, folder: Path, settings: PolicyConfig) -> Any:
         """Return the encoded prompts of a checkpoint, with the encoder (`families.fastwam.text.Prompts`). Raises
         ConfigError for a family that reads prompts in each call."""
-        raise ConfigError(f"prompts: {self.name} reads its prompts in each call, and encodes none in advance")
+        raise ConfigError(f"prompts: expected a family that encodes instructions in advance (fastwam), got {self.name}")
 
     @staticmethod
     @abstractmethod

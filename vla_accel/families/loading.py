@@ -189,10 +189,10 @@ def _check_base(lora: Lora, base: str) -> None:
     if lora.base is None or _last_part(lora.base) == _last_part(base):
         return
     if HubName.parse(lora.base) is None and not Path(lora.base).exists():
-        _log.warning("lora %s: trained on %s, which does not exist here; folded into %s", lora.folder, lora.base, base)
+        _log.warning("lora %s: trained on %s, which does not exist here; applied to %s", lora.folder, lora.base, base)
         return
     raise CheckpointError(
-        f"lora {lora.folder}: expected on top of {lora.base}, as its {CONFIG} says, got {base}; if that is "
+        f"lora {lora.folder}: expected the base {lora.base}, which its {CONFIG} names, got {base}; if that is "
         "the same checkpoint under another name, change base_model_name_or_path there"
     )
 
@@ -236,7 +236,7 @@ def local(path_or_name: str | Path) -> Path | None:
         raise CheckpointError(_unknown(name))
     if named.folder and Path(named.repo).is_dir():  # a misspelled path, not a repository
         nearest = next(parent for parent in folder.parents if parent.is_dir())
-        raise CheckpointError(f"checkpoint: expected a folder, got {name!r}; {nearest} holds {listing(nearest)}")
+        raise CheckpointError(f"checkpoint: expected a folder, got {name!r}; {nearest} contains {listing(nearest)}")
     return None
 
 

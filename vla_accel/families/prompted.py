@@ -138,7 +138,7 @@ class PromptedFamily(TextFamily[C, Inputs, PromptShape]):
     ) -> PromptShape:  # fmt: skip
         views = len(inputs[0].images)
         if any(len(i.images) != views for i in inputs):
-            raise ObservationError(f"batch: expected as many views of each, got {[len(i.images) for i in inputs]}")
+            raise ObservationError(f"batch: expected equally many views, got {[len(i.images) for i in inputs]}")
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts[1:])
         mapped, cameras = inputs[0].pixel_maps is not None, inputs[0].cameras
         return PromptShape(len(inputs), schedule, views, tokens, padded, mapped, cameras=cameras)

@@ -111,7 +111,7 @@ def remembered(what: str, candidates: Candidates, runtime: Runtime, repeats: int
     try:
         write_json(path, {**_read(path), key: entry})
     except OSError as error:
-        log.warning("%s: tuning results cannot be kept, so every start measures again: %s", path, error)
+        log.warning("%s: cannot write tuning results, so every start measures again: %s", path, error)
     return found
 
 
@@ -122,7 +122,7 @@ def _read(path: Path) -> dict[str, dict]:
         known = json.loads(path.read_text())
         return {key: entry for key, entry in known.items() if {"way", "times", "out"} <= entry.keys()}
     except (ValueError, AttributeError) as error:
-        log.warning("%s: it holds no tunings (%s); they are measured and written again", path, error)
+        log.warning("%s: expected tuning results, got %s; measuring and writing them again", path, error)
         return {}
 
 

@@ -96,7 +96,7 @@ def compiled(source: str, architecture: str) -> bytes:
         with replacing_privately(path) as temporary:
             temporary.write_bytes(hashlib.sha256(code).digest() + code)
     except OSError as error:
-        _log.warning("%s: compiled kernels cannot be kept, so every start compiles them again: %s", path, error)
+        _log.warning("%s: cannot write compiled kernels, so every start compiles them again: %s", path, error)
     return code
 
 
@@ -111,7 +111,7 @@ def compile_source(source: str, architecture: str) -> bytes:
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
     if status:
-        raise EngineError(f"NVRTC: could not take the source (status {status})")
+        raise EngineError(f"NVRTC: cannot create a program from the source (status {status})")
     try:
         options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))

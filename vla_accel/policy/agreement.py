@@ -41,7 +41,7 @@ def keep(report: Mapping[str, Any], folder: Path, specs: Mapping[str, EngineSpec
     path = folder / PATTERN.replace("*", name)
     content = {**report, "precisions": {part: spec.precision for part, spec in specs.items()}}
     if why := _why_not(content, content["fingerprint"], _steps_of(content)):
-        _log.warning("auto will not use %s: %s", path.name, why)
+        _log.warning("auto: %s will not be used: %s", path.name, why)
     write_json(path, content)
     return path
 
@@ -49,21 +49,21 @@ def keep(report: Mapping[str, Any], folder: Path, specs: Mapping[str, EngineSpec
 def shown(folder: Path, model: Network, schedule: Schedule) -> Shown | None:
     """Return the passed report for these weights, steps and native engines that has most components in FP8, or None.
 
-    Logs why a report does not count.
+    Logs why a report is not used.
     """
     found: list[Shown] = []
     files = sorted(folder.glob(PATTERN))
     weights = weights_of(model) if files else ""
     for path in files:
-        precisions, reason = {}, "it is no parity report"
+        precisions, reason = {}, "expected a parity report"
         try:
             content = json.loads(path.read_text())
             precisions = dict(content["precisions"])
             reason = _why_not(content, weights, schedule)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"{reason}: {error!r}"
+            reason = f"{reason}, got {error!r}"
         if reason is not None:
-            _log.info("auto: %s does not count: %s", path.name, reason)
+            _log.info("auto: %s is not used: %s", path.name, reason)
         elif "fp8" in precisions.values():
             found.append(Shown(precisions, path.name))
     return max(found, key=lambda s: (sum(p == "fp8" for p in s.precisions.values()), s.source), default=None)

@@ -92,10 +92,10 @@ def check_libraries(specs: Mapping[str, EngineSpec], targets: Sequence[Capabilit
             else:
                 load_library("tensorrt" if engine == "tensorrt" else "tensorrt_rtx")
             if engine == "tensorrt" and not torch.cuda.is_available():
-                raise DependencyError("engine tensorrt: it builds for the GPU it runs on, and torch sees none")
+                raise DependencyError("engine tensorrt: expected a CUDA GPU to build for, torch finds none")
             if engine == "tensorrt_rtx" and not targets and not torch.cuda.is_available():
                 raise DependencyError(
-                    "engine tensorrt_rtx: there is no GPU to build for; name the GPUs, as in --targets sm89,sm120"
+                    "engine tensorrt_rtx: expected a GPU or targets, got neither; pass --targets sm89,sm120"
                 )
         except DependencyError as error:
             problems.append(str(error))

@@ -36,7 +36,7 @@ def refuse_unused_rtc(family: Family, rtc: RtcConfig) -> None:
         value = getattr(rtc, field.name)
         if value != field.default and field.name not in family.chunking.settings:
             known = ", ".join(family.chunking.settings)
-            why = f"which takes only {known} of rtc" if known else "which has no real-time chunking"
+            why = f"which reads only {known} of rtc" if known else "which has no real-time chunking"
             raise ConfigError(f"rtc.{field.name}: expected none for {family.name}, {why}, got {value!r}")
 
 
@@ -48,12 +48,15 @@ def check_engines(family: Family, config: PolicyConfig) -> None:
             if engine not in (*ENGINES, "auto"):
                 raise ConfigError(unknown(f"{part}.engine", engine, ("auto", *ENGINES)))
             if config.deterministic and engine != "auto" and ENGINES[engine].by_time:
-                raise ConfigError(f"deterministic: {part}: {engine} picks the kernels that it measures as the fastest")
+                expected = "an engine that does not choose kernels by measuring them"
+                raise ConfigError(f"deterministic: {part}: expected {expected}, such as native, got {engine}")
     on_host = [part for part, spec in specs.items() if spec.native.embeddings == "host"]
     unread = [part for part in on_host if part not in family.capabilities.host_embeddings]
     if unread and (config.native.embeddings == "gpu" or unread == on_host):
         have = ", ".join(family.capabilities.host_embeddings) or "no component"
-        raise ConfigError(f"{unread[0]}.native.embeddings: host is for {have} of {family.name}, got it for {unread[0]}")
+        raise ConfigError(
+            f"{unread[0]}.native.embeddings: expected gpu, because {family.name} supports host for {have}, got host"
+        )
 
 
 def is_warm(config: PolicyConfig, chunks: Sequence[np.ndarray | None] | None) -> bool:

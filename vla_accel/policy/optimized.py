@@ -343,8 +343,8 @@ class OptimizedPolicy:
         if left_out := [shape for shape in possible if shape not in wanted]:
             shapes = ", ".join(shape.title for shape in left_out)
             self.ledger.warn(
-                f"{self.name}: engines are not built in advance for {shapes}: the first such call builds them; name "
-                "its prompt in `warm_up` of the configuration"
+                f"{self.name}: engines are not built in advance for {shapes}: the first such call builds them; to "
+                "build them at loading, list its prompt under `warm_up` in the configuration"
             )
 
     def with_steps(

@@ -261,7 +261,7 @@ class Pipeline:
                 self._noise.lerp_(self._inputs[PREVIOUS], 1.0 - self.shape.schedule.start)
         result, times = self._run()
         if not np.isfinite(result).all():
-            raise EngineError(f"{self.result_name}: non-finite values; compare engines with the eager one")
+            raise EngineError(f"{self.result_name}: expected finite values, got NaN or infinity; try --config eager")
         return result, times
 
     def rehearse(self) -> None:
@@ -282,7 +282,7 @@ class Pipeline:
     def _write(self, slots: Mapping[str, Sequence[np.ndarray]], inputs: Mapping[str, Rows]) -> None:
         for name, buffers in slots.items():
             if name not in inputs:
-                raise EngineError(f"{self._family.name}: its feed lacks {name}; it has {', '.join(inputs)}")
+                raise EngineError(f"{self._family.name}: feed: expected {name}, got {', '.join(inputs)}")
             _fill(name, buffers, inputs[name])
 
     def _run(self) -> tuple[np.ndarray, dict[str, float]]:

@@ -210,7 +210,7 @@ class AsyncRunner:
             if len(self._remaining()):
                 if self._missed:
                     self._missed = 0
-                    logger.warning("async runner: actions again at tick %d", self._tick)
+                    logger.warning("async runner: actions are available again at tick %d", self._tick)
                 self._last = action = self._remaining()[0]
             else:
                 action = self._without()
@@ -232,16 +232,20 @@ class AsyncRunner:
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Start no further inference, and wait for the current one. Raises EngineError if it did not end in time.
+        """Start no further inference, wait for the current one, and close a view that the runner opened.
 
         The end of a `with` block calls this. If an exception (also KeyboardInterrupt) ended the block, it waits at most
         a second and only logs a warning.
+
+        Raises:
+            EngineError: the inference did not end within `timeout_s`.
         """
         timeout_s = zero_or_more(timeout_s, "timeout_s")
+        end = time.monotonic() + timeout_s
         first, self._closed = not self._closed, True
         ended = self._inference.close(timeout_s)
         if first and self._own_view:
-            self._view.close()
+            self._view.close(max(end - time.monotonic(), 0.0))
         if first and self._counts["underruns"]:
             logger.warning("async runner: %d underruns in %d ticks", self._counts["underruns"], self._tick)
         if not ended:

@@ -128,4 +128,4 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"ray: nobody answers at {address} ({error})") from error
+        raise ConfigError(f"ray: expected a cluster at {address}, found none ({error})") from error

@@ -39,21 +39,22 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     """The result, how exact the exact flow is, and what the comparison could have missed."""
     default, chosen = result["rows"][0], chosen_of(result)
     if chosen is default:
-        text = f"Keep the checkpoint's own, {default['name']}: no other schedule is shown to end as near."
+        text = f"Keep the checkpoint's own schedule, {default['name']}: no other one is shown to end as near."
     else:
         text = (
-            f"{_full_name(chosen)} ends no further from the exact flow than the checkpoint's own, {default['name']}: "
-            f"{_percent(chosen)} of the spread against {_percent(default)}, and a call takes "
-            f"{chosen['median_ms']:.2f} ms instead of {default['median_ms']:.2f} on {machine(result['hardware'])}."
+            f"Chosen: {_full_name(chosen)}. It ends no further from the exact flow than the checkpoint's own schedule, "
+            f"{default['name']}: its error is {_percent(chosen)} of the spread, compared with {_percent(default)}. A "
+            f"call takes {chosen['median_ms']:.2f} ms instead of {default['median_ms']:.2f} on "
+            f"{machine(result['hardware'])}."
         )
     exact = (
-        f"The exact flow differs from itself with half as many steps by {result['half_error']:.2%} of the spread, and "
-        f"{result['euler_steps']} uniform Euler steps from it by {result['euler_error']:.1%}."
+        f"Computed with half as many steps, the exact flow changes by {result['half_error']:.2%} of the spread; "
+        f"{result['euler_steps']} uniform Euler steps differ from it by {result['euler_error']:.1%}."
     )
     if seen := [row["difference"]["detectable"] for row in result["rows"][1:]]:
         exact += (
-            f" On {result['judged_on']} observations 80 % of runs would find differences from the default of "
-            f"{min(seen):.1%} to {max(seen):.1%}, by schedule."
+            f" With {result['judged_on']} observations, differences from the default of {min(seen):.1%} to "
+            f"{max(seen):.1%} (by schedule) are detected with a power of 80 %."
         )
     return [text, exact, ONE_CHECKPOINT]
 

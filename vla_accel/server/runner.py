@@ -139,7 +139,7 @@ class Runner:
 
     def __init__(self, registry: PolicyRegistry, limits: BatchLimits, view: View = OFF) -> None:
         self._registry, self._limits, self._view = registry, limits, view
-        self._idle_since, self._tick = 0.0, 0
+        self._idle_since, self._tick, self._warned = 0.0, 0, False
 
     def run(self, calls: Sequence[Call], deliver: Callable[[Answers], object]) -> None:
         """Answer every call exactly once, whatever the policy raises. `deliver` gets answers as soon as they exist.
@@ -181,15 +181,25 @@ class Runner:
         self._idle_since = time.monotonic()
 
     def _show(self, group: Sequence[Request], calls: Sequence[Call]) -> None:
+        """Show answers. Neither a result that cannot be read nor a view that raises may end the policy's thread."""
         for request in group:
-            result = request.result
-            actions: Any = result.get("actions") if isinstance(result, Mapping) else None
-            if hasattr(actions, "__len__"):
-                server = {f"server/{name}": ms for name, ms in calls[request.call].timing.items()}
-                timing = {**timing_of(result), **server, "server/infer_ms": request.infer_ms}
-                name = request.policy.name if request.policy else ""
-                self._view.inferred(self._tick, request.observation, actions, timing, name)
-                self._tick += len(actions)
+            try:
+                self._show_one(request, calls[request.call])
+            except Exception as error:
+                if not self._warned:
+                    logger.warning("view: %s: %s; the policy continues", type(error).__name__, error)
+                self._warned = True
+
+    def _show_one(self, request: Request, call: Call) -> None:
+        result = request.result
+        if not isinstance(result, Mapping) or (actions := result.get("actions")) is None:
+            return
+        count = len(actions)
+        server = {f"server/{name}": ms for name, ms in call.timing.items()}
+        timing = {**timing_of(result), **server, "server/infer_ms": request.infer_ms}
+        name = request.policy.name if request.policy else ""
+        self._view.inferred(self._tick, request.observation, actions, timing, name)
+        self._tick += count
 
     def _requests(self, index: int, call: Call, spare: int) -> list[Request]:
         """The call's next request, and up to `spare` more."""

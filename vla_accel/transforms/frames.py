@@ -108,7 +108,7 @@ class FrameProcessor(ScalingTransforms):
         counts |= {" and ".join(self.preset.state): len(states)}
         if len(set(counts.values())) > 1:
             found = ", ".join(f"{count} of {key}" for key, count in counts.items())
-            raise ObservationError(f"observation: expected as many moments of each, got {found}")
+            raise ObservationError(f"observation: expected the same number of time steps for each key, got {found}")
         return np.concatenate([states[:1]] * (self.history - len(states)) + [states])
 
     def encode(self, seen: FrameInputs) -> FrameInputs:

@@ -21,7 +21,6 @@ MOST_EVENTS = 2000
 MOST_OBSERVATIONS = 8
 """Observations among them: their images take memory."""
 _SEND_EVERY_S = 0.5
-_CLOSE_S = 10.0
 
 
 class Viewer(Protocol):
@@ -56,8 +55,9 @@ class LiveView(View):
         self._queue: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.Queue(MOST_EVENTS)
         self._observations = threading.BoundedSemaphore(MOST_OBSERVATIONS)
         self.dropped = self.failed = 0
-        # Of the thread alone: the first tick of the episode, the newest tick, curves not sent yet, texts, and panels.
-        self._first, self._newest, self._sent_s = 0, -1, 0.0
+        # The thread's own: the episode's first tick, the newest and the last planned tick, curves not sent yet, texts,
+        # and panels.
+        self._first, self._newest, self._planned, self._sent_s = 0, -1, -1, 0.0
         self._curves: dict[str, tuple[list[int], list[float], list[float | None]]] = {}
         self._texts: dict[str, str] = {}
         self._panels: tuple[dict[str, None], dict[str, None]] = {}, {}
@@ -95,16 +95,16 @@ class LiveView(View):
         """Show a line of the log."""
         self._put(self._show_text, "log", self._now(), text)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 10.0) -> None:
         logging.getLogger("vla_accel").removeHandler(self._handler)
-        end = time.monotonic() + _CLOSE_S
+        end = time.monotonic() + timeout_s
         try:
-            self._queue.put(None, timeout=_CLOSE_S)
+            self._queue.put(None, timeout=timeout_s)
         except queue.Full:
             pass
         self._thread.join(max(end - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            logger.warning("view: the viewer did not take the rest within %g s", _CLOSE_S)
+            logger.warning("view: the viewer did not take the rest within %.3g s", timeout_s)
         if self.dropped or self.failed:
             logger.warning("view: %d events were dropped, %d failed", self.dropped, self.failed)
 
@@ -122,17 +122,17 @@ class LiveView(View):
     # -- in the thread ----------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        going_on = True
-        while going_on:
+        running = True
+        while running:
             try:
                 event = self._queue.get(timeout=_SEND_EVERY_S)
-                going_on = event is not None
+                running = event is not None
                 if event is not None:
                     self._safely(event[0], *event[1])
             except queue.Empty:
                 pass
-            if not going_on or self._now() - self._sent_s >= _SEND_EVERY_S:
-                self._safely(self._send)
+            if not running or self._now() - self._sent_s >= _SEND_EVERY_S:
+                self._send()
         self._safely(self._viewer.close)
 
     def _safely(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -141,10 +141,10 @@ class LiveView(View):
         except Exception as error:
             self.failed += 1
             if self.failed == 1:
-                logger.warning("view: %s: %s; the policy goes on", type(error).__name__, error)
+                logger.warning("view: %s: %s; the policy continues", type(error).__name__, error)
 
     def _begin(self, title: str, seconds: float) -> None:
-        self._first = self._newest + 1
+        self._first = max(self._newest, self._planned) + 1  # after the rest of the last chunk
         self._show_text("log", seconds, title)
 
     def _at(self, tick: int) -> int:
@@ -155,14 +155,15 @@ class LiveView(View):
         self, prefix: str, tick: int, seconds: float, actions: Any, latency_ms: Mapping[str, Any]
     ) -> None:
         first, chunk = self._at(tick), np.asarray(actions, np.float64)
+        self._planned = max(self._planned, first + len(chunk) - 1)
         for name, value in latency_ms.items():
             if isinstance(value, (int, float)):
                 self._add(f"{prefix}latency_ms/{observations.path_of(name).removesuffix('_ms')}", first, seconds, value)
         for index, column in enumerate(chunk.T):
             panel = f"{prefix}action/{index}"
             self._panels[1][panel] = None
-            for ahead, value in enumerate(column.tolist()):
-                self._add(f"{panel}/chunk", first + ahead, None, value)
+            for offset, value in enumerate(column.tolist()):
+                self._add(f"{panel}/chunk", first + offset, None, value)
 
     def _show_observation(self, prefix: str, tick: int, seconds: float, observation: Mapping[str, Any]) -> None:
         try:
@@ -170,11 +171,11 @@ class LiveView(View):
             for path, value in observations.parts(observation):
                 if isinstance(value, bytes):
                     self._panels[0][prefix + path] = None
-                    self._viewer.image(prefix + path, first, seconds, value)
+                    self._safely(self._viewer.image, prefix + path, first, seconds, value)
                 elif isinstance(value, str):
                     if self._texts.get(prefix + path) != value:
                         self._texts[prefix + path] = value
-                        self._viewer.text(prefix + path, first, seconds, value)
+                        self._safely(self._viewer.text, prefix + path, first, seconds, value)
                 else:
                     self._add(prefix + path, first, seconds, value)
         finally:
@@ -202,10 +203,11 @@ class LiveView(View):
     def _send(self) -> None:
         self._sent_s, curves, self._curves = self._now(), self._curves, {}
         for path, (ticks, values, times) in curves.items():
-            self._viewer.numbers(path, ticks, values, [one for one in times if one is not None])
+            seconds = [one for one in times if one is not None]
+            self._safely(self._viewer.numbers, path, ticks, values, seconds)
         if (known := (len(self._panels[0]), len(self._panels[1]))) != self._arranged:
             self._arranged = known
-            self._viewer.arrange(*map(list, self._panels))
+            self._safely(self._viewer.arrange, *map(list, self._panels))
 
 
 class _Warnings(logging.Handler):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vla_accel.errors import ConfigError
-from vla_accel.files import require_writable
+from vla_accel.files import require_writable, user_path
 from vla_accel.view.live import LiveView
 from vla_accel.view.view import OFF, View
 
@@ -28,8 +28,9 @@ def check_view(text: str) -> Target:
     if kind == "rerun" and re.fullmatch(r"//(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", rest):
         return Target(address=rest[2:])
     if kind == "rerun" and rest.endswith(".rrd"):
-        require_writable(Path(rest), "view")
-        return Target(file=Path(rest))
+        file = user_path(rest)
+        require_writable(file, "view")
+        return Target(file=file)
     raise ConfigError(f"view: expected rerun, rerun://HOST:PORT or rerun:FILE.rrd, got {text!r}")
 
 

@@ -19,7 +19,7 @@ class View:
     """Whether anything is shown."""
 
     def began(self, title: str) -> None:
-        """An episode begins: its ticks count from 0, and continue those before on the time axis."""
+        """An episode begins: its ticks count from 0, and follow all ticks shown before, planned ones included."""
 
     def inferred(
         self,
@@ -45,8 +45,8 @@ class View:
     def measured(self, tick: int, numbers: Mapping[str, float]) -> None:
         """Other numbers of a tick, by name; `/` in a name makes a group."""
 
-    def close(self) -> None:
-        """Show what is left, and report what was not shown."""
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Show what is left, for at most `timeout_s`, and report what was not shown."""
 
 
 OFF = View()

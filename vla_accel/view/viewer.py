@@ -27,6 +27,7 @@ class RerunViewer:
         self._styled: set[str] = set()
         try:
             if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
                 self._stream.save(str(file))
             elif address:
                 _check_reachable(address)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from vla_accel.client import PolicyClient, Reconnect
+from vla_accel.client import PolicyClient, Reconnect, read_key
 from vla_accel.errors import ConfigError
 from vla_accel.remote.metadata import motion_dims
 from vla_accel.remote.underrun import Choice, Hold
@@ -48,18 +47,11 @@ def open_policy(options: PolicyOptions) -> Any:
     return PolicyClient(
         options.policy,
         policy=options.policy_name or None,
-        api_key=_key(options.api_key_file) if options.api_key_file else None,
+        api_key=read_key(options.api_key_file) if options.api_key_file else None,
         tls_ca=options.tls_ca or None,
         timeout_s=options.timeout_s,
         reconnect=Reconnect(attempts=2),
     )
-
-
-def _key(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_key_file {path}: expected a readable file, got: {error}") from error
 
 
 def check_robot(contract: Contract, metadata: Mapping[str, Any]) -> str:

@@ -29,9 +29,9 @@ def why_not(config: DiffusionPolicyConfig, batch: int, precision: str, device: t
     if runtime.why_not_cuda is not None:
         return runtime.why_not_cuda
     if precision != "bf16":
-        return f"it takes BF16 weights, not {precision.upper()}"
+        return f"it needs BF16 weights, got {precision.upper()}"
     if batch > 1:
-        return f"it takes one sequence, not {batch}"
+        return f"it runs a batch of 1, got {batch}"
     if any(
         name.startswith("up.") and name.endswith(".0") and channels == width for name, channels, width in config.blocks
     ):

@@ -127,7 +127,7 @@ class Evo1Family(TextFamily[Evo1Config, Inputs, Evo1Shape]):
         sizes = {(len(i.images), i.cameras) for i in inputs}
         if len(sizes) > 1:
             found = sorted({(views, () if cameras is None else cameras.sizes) for views, cameras in sizes})
-            raise ObservationError(f"batch: expected as many views of each, of the same sizes, got {found}")
+            raise ObservationError(f"batch: expected equally many views of the same sizes, got {found}")
         ((views, cameras),) = sizes
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
         grid = config.layout(views, tokens).grid

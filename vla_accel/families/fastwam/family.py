@@ -42,7 +42,7 @@ class FastWamFamily(Family[FastWamConfig, FastWamInputs, FastWamShape]):
     ) -> FastWamShape:  # fmt: skip
         sizes = {(len(i.images), i.images[0].shape[:2]) for i in inputs}
         if len(sizes) > 1:
-            raise ObservationError(f"batch: expected as many views of each, of one size, got {sorted(sizes)}")
+            raise ObservationError(f"batch: expected equally many views of one size, got {sorted(sizes)}")
         ((views, size),) = sizes
         return FastWamShape(len(inputs), schedule, views, size, config.context_rows(max(len(i.text) for i in inputs)))
 

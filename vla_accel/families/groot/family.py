@@ -71,7 +71,7 @@ class GrootFamily(TextFamily[GrootConfig, Inputs, GrootShape]):
     ) -> GrootShape:
         sizes = {(len(i.images), *i.images[0].shape[:2]) for i in inputs}
         if len(sizes) > 1:
-            raise ObservationError(f"batch: expected as many views of each, of one size, got {sorted(sizes)}")
+            raise ObservationError(f"batch: expected equally many views of one size, got {sorted(sizes)}")
         ((views, height, width),) = sizes
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
         grid = config.vision.grid(height, width)

@@ -128,7 +128,7 @@ def _isaac(release: Release, folder: Path, wanted: str | None) -> Robot:
     tables = {path.name: modalities, "statistics.json": statistics, ids_path.name: ids}
     tag = chosen_embodiment(tables, wanted, folder)
     if own and tag not in own:
-        _log.warning("%s: lacks %s: using Isaac-GR00T's own number, %d", ids_path, tag, ids[tag])
+        _log.warning("%s: found no number for %s: using Isaac-GR00T's, %d", ids_path, tag, ids[tag])
     modality = modalities[tag]
     robot = read_robot(release, tag, ids[tag], modality, statistics[tag], settings, path)
     exclude = bool(settings.get("exclude_state") or mapping(modality, "state", path).get("exclude_state"))
@@ -164,8 +164,9 @@ def _isaac_n15(release: Release, folder: Path, wanted: str | None) -> Robot:
     }
     if tag not in written:
         _log.warning(
-            "%s: N1.5's training code decides its cameras, groups and scaling: assuming cameras %s, groups in this "
-            "file's order, scaled by minimum and maximum, and the middle 95 %% of an image; %s can say otherwise",
+            "%s: the folder does not contain the cameras, groups and scaling of this N1.5 training; assuming cameras "
+            "%s, groups in this file's order, scaling by minimum and maximum, and the middle 95 %% of each image; set "
+            "others in %s",
             where, ", ".join(mapping(parts, "video", where)), own.name,
         )  # fmt: skip
     robot = read_robot(

@@ -58,7 +58,7 @@ class GrootProcessor(PromptTransforms):
         super().__post_init__()
         for name, groups, most in (("state", self.state, self.state_dim), ("action", self.actions, self.action_dim)):
             if groups.width > most:
-                raise CheckpointError(f"{name}: {groups.width} numbers do not fit a model of {most}")
+                raise CheckpointError(f"{name}: expected at most {most} numbers, got {groups.width}")
             expected = getattr(self.preset, f"{name}_dim")
             if groups.size != expected:
                 raise CheckpointError(f"{name}: expected statistics of {expected} numbers, got {groups.size}")
@@ -82,7 +82,9 @@ class GrootProcessor(PromptTransforms):
         seen = self._reader.read(observation)
         counts = {key: len(image) if np.ndim(image) == 4 else 1 for key, image in seen.views.items()}
         if len(set(counts.values())) > 1:
-            raise ObservationError(f"{', '.join(counts)}: expected as many images of each, got {[*counts.values()]}")
+            raise ObservationError(
+                f"{', '.join(counts)}: expected the same number of images for each key, got {[*counts.values()]}"
+            )
         views = [frames(image, key, self.history) for key, image in seen.views.items()]
         # All views of a moment, then those of the next one.
         images = tuple(self.cropping(view[moment - 1]) for moment in self.moments for view in views)

@@ -233,8 +233,8 @@ def robot_of_data(data: str, settings: PolicyConfig) -> Robot:
         return known
     if settings.preset is None or settings.checkpoint.action_horizon is None:
         raise CheckpointError(
-            f"{STATISTICS}: expected data of {' or '.join(ROBOTS)}, got {data}: no file has the actions of its chunks "
-            "and its robot; name them as checkpoint.action_horizon and preset"
+            f"{STATISTICS}: expected data of {' or '.join(ROBOTS)}, got {data}, whose chunk length and "
+            "robot are in no file; set checkpoint.action_horizon and preset in the configuration"
         )
     return Robot(load_preset(settings.preset), settings.checkpoint.action_horizon)
 

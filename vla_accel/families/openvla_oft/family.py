@@ -98,7 +98,7 @@ class OpenVlaOftFamily(TextFamily[OpenVlaOftConfig, Inputs, OftShape]):
     ) -> OftShape:
         views = len(inputs[0].images)
         if any(len(i.images) != views for i in inputs):
-            raise ObservationError(f"batch: expected as many views of each, got {[len(i.images) for i in inputs]}")
+            raise ObservationError(f"batch: expected equally many views, got {[len(i.images) for i in inputs]}")
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
         return OftShape(len(inputs), schedule, views, tokens, padded, cameras=inputs[0].cameras)
 

@@ -71,7 +71,7 @@ def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = 
     config, saved, tokenizer = read(described, weights, settings)
     needed = max(saved.preset.action_dim, saved.preset.state_dim if config.kind == "pi0" else 0)
     if needed > config.action_dim:
-        raise ConfigError(f"preset: {needed} state or action dimensions do not fit a model of {config.action_dim}")
+        raise ConfigError(f"preset: expected at most {config.action_dim} state and action dimensions, got {needed}")
     # lerobot's π0 appends a newline to the instruction; openpi cleans the text, too.
     form: PromptForm = "line" if lerobot and config.kind == "pi0" else "cleaned"
     discrete = config.discrete_state_input
@@ -221,7 +221,7 @@ def _openpi(folder: Path, weights: Weights, settings: PolicyConfig) -> _Read:
     config = infer_config(weights.shapes, prefix, stated, str(folder))
     name = settings.preset or content.get("preset") or _preset_of(asset, folder)
     if of_another(name, asset):
-        raise ConfigError(f"preset: expected {BY_ASSET[asset]}, as assets/{asset} says, or a YAML file, got {name}")
+        raise ConfigError(f"preset: expected {BY_ASSET[asset]}, which assets/{asset} names, or a YAML file, got {name}")
     # openpi's π0 for LIBERO was trained with a delta transform that its π0.5 does not have.
     preset = load_preset("pi0_libero" if name == "libero" and config.kind == "pi0" else name)
     discrete = settings.checkpoint.discrete_state_input

@@ -126,7 +126,7 @@ class Detokeniser:
         if fast.vocab_size > highest + 1:
             raise CheckpointError(
                 f"FAST: expected at most {highest + 1} tokens with a vocabulary of {tokenizer.vocab_size} whose last "
-                f"{skipped} are left alone, got {fast.vocab_size}"
+                f"{skipped} are reserved, got {fast.vocab_size}"
             )
         return cls(fast, tuple(opening), stop[0], highest, horizon, action_dim, opened, relaxed)
 

@@ -69,7 +69,7 @@ def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = 
     for name in ("state", "action"):
         needed, available = getattr(saved.preset, f"{name}_dim"), getattr(config, f"{name}_dim")
         if needed > available:
-            raise ConfigError(f"preset: {needed} {name} dimensions do not fit a model of {available}")
+            raise ConfigError(f"preset: expected at most {available} {name} dimensions, got {needed}")
     tokenizer = load_line_tokenizer(described, settings.checkpoint.tokenizer, hub or TOKENIZER_HUB)
     fields = {"discrete_state": False, "padded_state": config.state_dim, "prompt_form": "line"}
     processor = processor_of(Processor, config, saved, tokenizer, settings, **fields)
@@ -103,7 +103,7 @@ def read_sizes(shapes: Shapes, content: Mapping[str, Any], max_token_len: int, w
     heads = _VISION_HEADS.get(width, width // _HEAD_DIM)
     prefix, expert = (_stack(name, shapes, folder) for name in ("prefix", "expert"))
     if width not in _VISION_HEADS or prefix.width not in _TEXT_WIDTHS:
-        _log.warning("%s: widths of no SmolVLM2: heads are assumed to be %d wide", folder, _HEAD_DIM)
+        _log.warning("%s: the widths are not those of a known SmolVLM2; assuming heads of width %d", folder, _HEAD_DIM)
     crossed = "cross" in required(content, "attention_mode", str, where)
     every = required(content, "self_attn_every_n_layers", int, where)
     side = patch * math.isqrt(patches)

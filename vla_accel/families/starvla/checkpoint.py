@@ -219,7 +219,7 @@ def _robot(folder: Path, content: Mapping[str, Any], wanted: str | None) -> tupl
     path, statistics = folder / "config.json", read_json(folder / STATISTICS)
     mix = _section(content, "datasets.vla_data", path).get("data_mix")
     if mix not in MIXES:
-        raise CheckpointError(f"{path}: {unknown('data_mix', mix, MIXES)}: its scaling is in starVLA's code alone")
+        raise CheckpointError(f"{path}: {unknown('data_mix', mix, MIXES)}: other scalings exist only in starVLA's code")
     robots, names = MIXES[mix], sorted(statistics)
     name = wanted or (names[0] if len(names) == 1 else None)
     if name is None or name not in names:

@@ -91,7 +91,7 @@ class VlaJepaFamily(TextFamily[VlaJepaConfig, Inputs, JepaShape]):
         sizes = {(len(i.images), config.image_size(i.images[0].shape[:2]), i.cameras) for i in inputs}
         if len(sizes) > 1:
             found = sorted((views, size) for views, size, _ in sizes)
-            raise ObservationError(f"batch: expected as many views of each, of one size, got {found}")
+            raise ObservationError(f"batch: expected equally many views of one size, got {found}")
         ((views, size, cameras),) = sizes
         tokens, padded = self.prompt_bucket(inputs, specs, self.parts)
         return JepaShape(len(inputs), schedule, views, tokens, padded, config.vision.grid(*size), cameras=cameras)

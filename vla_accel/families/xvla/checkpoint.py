@@ -125,8 +125,8 @@ def domain_of(saved: Processors | None, settings: PolicyConfig, folder: Path) ->
     if settings.preset is not None and load_preset(settings.preset) == XVLA_LIBERO:
         return LIBERO_DOMAIN
     raise ConfigError(
-        f"checkpoint.domain: expected the number of the robot's domain, which {folder} does not name (3 for LIBERO, "
-        "others in docs/models/xvla.md), got none"
+        f"checkpoint.domain: expected the number of the robot's domain, which {folder} does not state, got "
+        "none; set it in the configuration (3 for LIBERO, others in docs/models/xvla.md)"
     )
 
 
@@ -140,7 +140,9 @@ def robot_of(saved: Processors | None, settings: PolicyConfig, content: Mapping[
     preset = None if settings.preset is None else load_preset(settings.preset)
     robot = preset or (saved and saved.preset)
     if robot is None:
-        raise ConfigError(f"preset: expected a robot, which {path.parent} does not describe, got none")
+        raise ConfigError(
+            f"preset: expected a robot preset, because {path.parent} does not describe its robot, got none"
+        )
     if saved is not None and saved.pixels is not None:
         raise CheckpointError(f"{path}: normalization_mapping: expected IDENTITY for VISUAL, got another one")
     if saved is not None and IMAGENET not in saved.before:

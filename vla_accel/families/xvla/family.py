@@ -127,7 +127,7 @@ class XvlaFamily(Family[XvlaConfig, Inputs, XvlaShape]):
     ) -> XvlaShape:
         sizes = {tuple((image.shape[0], image.shape[1]) for image in one.images) for one in inputs}
         if len(sizes) > 1:
-            raise ObservationError(f"batch: expected as many views of each, of the same sizes, got {sorted(sizes)}")
+            raise ObservationError(f"batch: expected equally many views of the same sizes, got {sorted(sizes)}")
         return XvlaShape(len(inputs), schedule, *sizes)
 
     def schedule(self, config: XvlaConfig, settings: PolicyConfig) -> Schedule:

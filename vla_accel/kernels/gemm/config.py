@@ -106,7 +106,7 @@ class Skinny:
         if why := too_large(self, self.shared(sizes), gpu):
             return why
         if sizes.layer_norm:
-            return f"{self} norms the rows of pairs alone"
+            return f"{self} applies a LayerNorm only to paired rows"
         return None if sizes.rows <= self.rows else f"{self} is for {self.rows} rows, not {sizes.rows}"
 
     def cost(self, gpu: Gpu | None, sizes: GemmSizes) -> tuple[float, ...]:
@@ -150,9 +150,9 @@ class OneRow:
 
     def why_not(self, gpu: Gpu | None, sizes: GemmSizes) -> str | None:
         if sizes.rows > 1 or sizes.layer_norm:
-            return f"{self} takes a single row, and norms it for pairs alone"
+            return f"{self} needs a single row, and applies a LayerNorm only to paired rows"
         if sizes.k * sizes.weight_bytes % 4:
-            return f"{self} takes weight rows of whole words"
+            return f"{self} needs weight rows of a multiple of 4 bytes"
         return too_large(self, self.shared(sizes), gpu)
 
     def cost(self, gpu: Gpu | None, sizes: GemmSizes) -> tuple[float, ...]:
@@ -207,7 +207,7 @@ class Pipelined:
         if why := too_large(self, self.shared(sizes), gpu):
             return why
         if self.split > 1 and (sizes.pairs or sizes.layer_norm):
-            return "programs share K of plain products alone"
+            return "only plain products can be split along K"
         if self.rows * self.columns * sizes.sides > 128 * 32 * self.warps:
             return f"{self} has more sums than registers"
         return None

@@ -468,7 +468,7 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
     strides = any(t.stride() != (t.shape[1] * row, row, 1) for t in (q, k, v))
     # Triton's products take at least 16 channels.
     if strides or width - first < 16 or power_of_two(width - first) != width - first:
-        raise NotImplementedError(f"wide_attention: a head of {width}, or strides, that it does not take")
+        raise NotImplementedError(f"wide_attention: unsupported head width {width}, or unsupported strides")
     out = torch.empty((batch, tokens, width), dtype=q.dtype, device=q.device)
     # With 8 warps 128 rows of 384 channels just fill the registers; 64 rows of either width leave room.
     sizes, run = ((first, width - first), (rows, 32)), {"num_warps": 8, "num_stages": 2}

@@ -37,7 +37,7 @@ def why_not(gpu: Gpu | None, spec: ExpertSpec, batch: int, precision: str) -> st
     if gpu.architecture != ARCHITECTURE:
         return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
     if precision != "bf16":
-        return f"it takes BF16 weights, not {precision.upper()}"
+        return f"it needs BF16 weights, got {precision.upper()}"
     if batch * spec.tokens > MOST_ROWS:
         return f"{batch} x {spec.tokens} suffix rows are more than {MOST_ROWS}"
     odd = (spec.width % 32, attended % 32, spec.mlp_dim % 32, spec.head_dim % 64)

@@ -30,7 +30,7 @@ def why_not(gpu: Gpu | None, spec: ExpertSpec, batch: int, precision: str) -> st
     if not gpu.bf16:
         return f"it needs compute capability 8.0, {gpu.name} has {gpu.version}"
     if precision != "bf16":
-        return f"it takes BF16 weights, not {precision.upper()}"
+        return f"it needs BF16 weights, got {precision.upper()}"
     if batch * spec.tokens > MOST_ROWS:
         return f"{batch} x {spec.tokens} suffix rows are more than {MOST_ROWS}"
     if spec.causal or spec.self_every != 1 or spec.activation is not Activation.GEGLU:

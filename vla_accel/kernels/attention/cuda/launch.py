@@ -60,16 +60,16 @@ def why_not(gpu: Gpu, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Ten
     if gpu.architecture != ARCHITECTURE:
         return f"it needs compute capability 9.0, {gpu.name} has {gpu.version}"
     if q.dtype not in _KINDS or not q.dtype == k.dtype == v.dtype or out.dtype not in (q.dtype, torch.float8_e4m3fn):
-        return f"it takes BF16 or FP16 throughout, and FP8 out, got {q.dtype}, {k.dtype}, {v.dtype} and {out.dtype}"
+        return f"it needs BF16 or FP16, and this or FP8 as out, got {q.dtype}, {k.dtype}, {v.dtype} and {out.dtype}"
     # Sixteen bytes at a time, from every row of every head.
     strides = (*q.stride()[:3], *k.stride()[:3])
     if k.stride() != v.stride() or any(stride % 8 for stride in strides):
-        return "its keys and values lie alike, and rows of heads are multiples of 16 bytes apart"
+        return "it needs keys and values of equal strides, which are multiples of 16 bytes"
     if any(x.data_ptr() % 16 or x.stride(-1) != 1 for x in (q, k, v, out)):
-        return "its tensors begin at multiples of 16 bytes, and a head's values lie side by side"
+        return "it needs tensors aligned to 16 bytes, and contiguous heads"
     if not _fits_whole(q, k, lengths) and not _fits_shared_keys(q, k):
         sizes = f"{q.shape[2]} heads of {q.shape[3]}, {k.shape[2]} key heads, {k.shape[1]} keys"
-        return f"no kernel is made for {sizes}{'' if lengths is None else ' with lengths'}"
+        return f"no kernel supports {sizes}{'' if lengths is None else ' with lengths'}"
     return None
 
 

@@ -161,7 +161,7 @@ class HopperTile:
 
     def _why_not_used(self, use: Use) -> str | None:
         if use.normed and self.persistent:
-            return "a block that takes several tiles has the norms of one"
+            return "a persistent block keeps the norms of one tile only"
         if self.memory(use.gated, use.normed).size > self._limit:
             return "it needs too much shared memory"
         sums = self.blocks * self.tokens // 2
@@ -272,11 +272,11 @@ def why_not_searched(gpu: Gpu, rows: int, n: int, k: int) -> str | None:
     if reason := why_not_on(gpu):
         return reason
     if not LEAST <= rows <= MOST:
-        return f"it is tried from {LEAST} to {MOST} rows, these are {rows}"
+        return f"it is tried from {LEAST} to {MOST} rows, got {rows}"
     if n % 32 or k % 16:
-        return f"it takes weights of whole 32 by 16, this is {n} by {k}"
+        return f"it needs a weight of multiples of 32 by 16, got {n} by {k}"
     if rows * n * k < LEAST_WORK:
-        return f"{rows} by {n} by {k} is too small to gain by it"
+        return f"{rows} by {n} by {k} is too small to benefit"
     return None
 
 

@@ -68,24 +68,24 @@ def why_not(gpu: Gpu, x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogu
     if reason := why_not_on(gpu):
         return reason
     if activation not in _ACTIVATIONS:
-        return f"the activation is {activation}; it computes {', '.join(map(str, _ACTIVATIONS))}"
+        return f"it computes the activations {', '.join(map(str, _ACTIVATIONS))}, got {activation}"
     if x.dtype not in _KINDS or weight.dtype != x.dtype:
-        return f"x is {x.dtype}, the weight {weight.dtype}; it takes two of BF16, FP16 or FP8"
+        return f"it needs x and the weight in BF16, FP16 or FP8, both the same, got {x.dtype} and {weight.dtype}"
     wide = torch.bfloat16 if x.dtype == _FP8 else x.dtype
     if out.dtype not in (wide, _FP8):
-        return f"out is {out.dtype}; for {x.dtype} it is {wide} or FP8"
+        return f"for x in {x.dtype} it needs out in {wide} or FP8, got {out.dtype}"
     (rows, k), (n, k_weight) = x.shape, weight.shape
     columns = n // 2 if activation.gated else n
     if k != k_weight or (epilogue.rope is None and out.shape != (rows, columns)) or (activation.gated and n % 16):
-        return f"x is {tuple(x.shape)}, the weight {tuple(weight.shape)}, out {tuple(out.shape)}"
+        return f"shapes do not fit: x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)}"
     if k * x.element_size() % 16 or columns * out.element_size() % 16 or not rows:
-        return "rows of x and of out are whole pieces of 16 bytes"
+        return "it needs rows of x and of out of a multiple of 16 bytes"
     if not (x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()):
-        return "its matrices are contiguous"
+        return "it needs contiguous matrices"
     if any(matrix.data_ptr() % 16 for matrix in (x, weight, out)):
-        return "its matrices begin at multiples of 16 bytes"
+        return "it needs matrices aligned to 16 bytes"
     if activation.gated and weights.bias is not None:
-        return "a gated product has no bias"
+        return "it computes gated products without a bias"
     return None
 
 
@@ -95,7 +95,7 @@ def why_not_tile(
     """Explain why the kernel cannot run a product with a config; None if it can. `half`: as of `source`."""
     (rows, k), n = x.shape, len(weights.weight)
     if half and (tile.across * tile.along > 1 or tile.persistent or tile.parts * tile.blocks > 1):
-        return f"{tile} shares what it fetches, or takes several tiles"
+        return f"{tile} shares its operands between blocks, or runs several tiles"
     if half and (n % tile.weight_rows or half % EIGHT or 2 * half % tile.weight_rows):
         return f"tiles of {tile.weight_rows} weight rows do not fill {n}, by pairs {half} apart"
     use = Use(epilogue.activation.gated, epilogue.residual, norm is not None)
@@ -193,7 +193,7 @@ def _why_no_epilogue(x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue
     if e.moments is not None and (reason := _why_no_moments(e.moments, out)):
         return reason
     if e.moments is not None and e.moments.columns != MOMENTS_OF:
-        return f"moments are of {MOMENTS_OF} columns, got {e.moments.columns}"
+        return f"it needs moments of {MOMENTS_OF} columns, got {e.moments.columns}"
     if norm is None:
         return None
     if norm.moments is None:
