@@ -103,7 +103,7 @@ def machine(result: Row) -> str:
 
 
 MANY = 5
-"""Reports from which on `machines` names only those of other places."""
+"""With more reports than this from one place, `machines` names only those of other places."""
 
 
 def machines(results: Iterable[tuple[str, Row]], described: Callable[[Row], str] = machine) -> str:
@@ -114,11 +114,11 @@ def machines(results: Iterable[tuple[str, Row]], described: Callable[[Row], str]
         where.setdefault(described(result), []).append(name)
     if len(where) == 1:
         return next(iter(where))
-    first, *others = sorted(where.items(), key=lambda item: -len(item[1]))
-    named = [f"{', '.join(dict.fromkeys(names))}: {place}" for place, names in others]
-    if len(first[1]) > MANY:
-        return "; ".join((first[0], *named))
-    return "; ".join(f"{', '.join(dict.fromkeys(names))}: {place}" for place, names in where.items())
+    places = sorted(where, key=lambda place: -len(where[place]))
+    named = {place: f"{', '.join(dict.fromkeys(names))}: {place}" for place, names in where.items()}
+    if len(where[places[0]]) <= MANY:
+        return "; ".join(named.values())
+    return "; ".join((places[0], *(named[place] for place in places[1:])))
 
 
 def commit(result: Row) -> str:

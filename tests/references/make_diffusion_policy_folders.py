@@ -31,6 +31,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # a compiled policy runs uncompiled, un
 
 import numpy as np
 import torch
+from history_frames import ACTION_DIM, STATE_DIM, TICKS, batch_of, observations, statistics_of
 
 
 def define_missing_operators() -> None:
@@ -76,7 +77,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "compiled": {"cameras": 1, "num_inference_steps": 3, "crop_shape": None, "compile_model": True, **GROUPS},
 }  # fmt: skip
-STATE_DIM, ACTION_DIM, TICKS, CAMERA = 5, 4, 5, (48, 64)
+CAMERA = (48, 64)
 
 
 def build(variant: str) -> DiffusionPolicy:
@@ -101,21 +102,6 @@ def has_processors() -> bool:
     return importlib.util.find_spec("lerobot.policies.diffusion.processor_diffusion") is not None
 
 
-def statistics_of(inputs: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """Unlike for every feature, channel and dimension; one of the state has no range."""
-    generator = torch.Generator().manual_seed(3)
-
-    def drawn(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        low, high = torch.rand(shape, generator=generator) - 1.5, torch.rand(shape, generator=generator) + 0.5
-        return {"min": low, "max": high, "mean": 0.3 + 0.3 * torch.rand(shape, generator=generator),
-                "std": 0.2 + 0.2 * torch.rand(shape, generator=generator)}  # fmt: skip
-
-    table = {key: drawn((3, 1, 1) if len(f.shape) == 3 else tuple(f.shape)) for key, f in inputs.items()}
-    table["action"] = drawn((ACTION_DIM,))
-    table["observation.state"]["max"][1] = table["observation.state"]["min"][1]
-    return table
-
-
 @torch.no_grad()
 def randomise(policy: Any) -> None:
     """Change norms, biases and statistics of batch norms, which start as identities."""
@@ -126,25 +112,6 @@ def randomise(policy: Any) -> None:
             value.copy_(0.75 + 0.5 * drawn.abs())
         elif ("running_mean" in name or value.ndim == 1) and value.is_floating_point() and "buffer" not in name:
             value.add_(0.1 * drawn)
-
-
-def observations(
-    policy: Any, generator: np.random.Generator, count: int, moments: int
-) -> tuple[np.ndarray, np.ndarray]:
-    cameras = policy.config.image_features
-    size = next(iter(cameras.values())).shape[1:]
-    images = generator.integers(0, 256, (count, moments, len(cameras), *size, 3), dtype=np.uint8)
-    state = generator.uniform(-1.2, 1.2, (count, moments, STATE_DIM)).astype(np.float32)
-    # Any other value where the training data have one would hide everything else.
-    state[..., 1] = policy.statistics["observation.state"]["min"][1]
-    return images, state
-
-
-def batch_of(policy: Any, images: np.ndarray, state: np.ndarray) -> dict[str, torch.Tensor]:
-    """lerobot's batch of images (..., cameras, H, W, 3) and states."""
-    pixels = torch.from_numpy(images).movedim(-1, -3).float() / 255
-    batch = {key: pixels[..., index, :, :, :] for index, key in enumerate(policy.config.image_features)}
-    return {**batch, "observation.state": torch.from_numpy(state)}
 
 
 def processors_of(policy: Any) -> tuple[Any, Any]:

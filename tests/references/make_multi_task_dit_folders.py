@@ -30,6 +30,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import torch
+from history_frames import ACTION_DIM, STATE_DIM, TICKS, observations, statistics_of
+from history_frames import batch_of as frames_and_states
 from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.policies.multi_task_dit.configuration_multi_task_dit import MultiTaskDiTConfig
 from lerobot.policies.multi_task_dit.modeling_multi_task_dit import MultiTaskDiTPolicy
@@ -56,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"cameras": 1, "use_rope": False, **FLOW},
     "episode": {"cameras": 2, "n_obs_steps": 3, "n_action_steps": 2, **FLOW},
 }  # fmt: skip
-STATE_DIM, ACTION_DIM, TICKS, CAMERA = 5, 4, 5, (48, 64)
+CAMERA = (48, 64)
 TASKS = ("pick up the Bowl", "put the plate on the stove, slowly", "open_it")
 
 
@@ -94,21 +96,6 @@ def build(variant: str) -> MultiTaskDiTPolicy:
     return policy.eval()
 
 
-def statistics_of(inputs: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """Unlike for every feature, channel and dimension; one of the state has no range."""
-    generator = torch.Generator().manual_seed(3)
-
-    def drawn(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        low, high = torch.rand(shape, generator=generator) - 1.5, torch.rand(shape, generator=generator) + 0.5
-        return {"min": low, "max": high, "mean": 0.3 + 0.3 * torch.rand(shape, generator=generator),
-                "std": 0.2 + 0.2 * torch.rand(shape, generator=generator)}  # fmt: skip
-
-    table = {key: drawn((3, 1, 1) if len(f.shape) == 3 else tuple(f.shape)) for key, f in inputs.items()}
-    table["action"] = drawn((ACTION_DIM,))
-    table["observation.state"]["max"][1] = table["observation.state"]["min"][1]
-    return table
-
-
 @torch.no_grad()
 def randomise(policy: Any) -> None:
     """Change all weights, so that frames, prompt and state matter; modulations start as zeros."""
@@ -122,23 +109,9 @@ def randomise(policy: Any) -> None:
             value.copy_((0.3 if "adaLN" in name else 1.0) * drawn / inputs**0.5)
 
 
-def observations(
-    policy: Any, generator: np.random.Generator, count: int, moments: int
-) -> tuple[np.ndarray, np.ndarray]:
-    cameras = policy.config.image_features
-    size = next(iter(cameras.values())).shape[1:]
-    images = generator.integers(0, 256, (count, moments, len(cameras), *size, 3), dtype=np.uint8)
-    state = generator.uniform(-1.2, 1.2, (count, moments, STATE_DIM)).astype(np.float32)
-    # Any other value where the training data have one would hide everything else.
-    state[..., 1] = policy.statistics["observation.state"]["min"][1]
-    return images, state
-
-
 def batch_of(policy: Any, images: np.ndarray, state: np.ndarray, task: str) -> dict[str, Any]:
-    """lerobot's batch of images (..., cameras, H, W, 3) and states."""
-    pixels = torch.from_numpy(images).movedim(-1, -3).float() / 255
-    batch = {key: pixels[..., index, :, :, :] for index, key in enumerate(policy.config.image_features)}
-    return {**batch, "observation.state": torch.from_numpy(state), "task": [task] * len(state)}
+    """lerobot's batch of images (..., cameras, H, W, 3), states and their instruction."""
+    return {**frames_and_states(policy, images, state), "task": [task] * len(state)}
 
 
 @torch.no_grad()

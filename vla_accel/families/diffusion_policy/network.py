@@ -28,8 +28,31 @@ LAST_GROUPS = 8
 Size = tuple[int, int]
 
 
+class Framed:
+    """The part of a configuration that says how large frames are."""
+
+    cameras: tuple[Camera, ...]
+    resize: Size | None
+    crop: Size | None
+
+    def check_frames(self) -> None:
+        """Raise ConfigError for cameras with frames of several sizes."""
+        if len({(camera.height, camera.width) for camera in self.cameras}) != 1:
+            raise ConfigError(f"cameras: expected at least one, all with frames of one size, got {self.cameras}")
+
+    @property
+    def frame(self) -> Size:
+        """Size of a camera's frames."""
+        return self.cameras[0].height, self.cameras[0].width
+
+    @property
+    def seen(self) -> Size:
+        """Size of what the image encoder sees."""
+        return self.crop or self.resize or self.frame
+
+
 @dataclass(frozen=True)
-class DiffusionPolicyConfig:
+class DiffusionPolicyConfig(Framed):
     """Sizes. Images are (height, width).
 
     Attributes:
@@ -86,20 +109,9 @@ class DiffusionPolicyConfig:
         ):
             if width % groups:
                 raise ConfigError(f"{name}: expected widths that {groups} groups divide, got {list(self.widths)}")
-        if len({(camera.height, camera.width) for camera in self.cameras}) != 1:
-            raise ConfigError(f"cameras: expected at least one, all with frames of one size, got {self.cameras}")
+        self.check_frames()
         if self.crop is not None and any(c > s for c, s in zip(self.crop, self.resize or self.frame, strict=True)):
             raise ConfigError(f"crop_shape: expected at most {self.resize or self.frame}, got {self.crop}")
-
-    @property
-    def frame(self) -> Size:
-        """Size of a camera's frames."""
-        return self.cameras[0].height, self.cameras[0].width
-
-    @property
-    def seen(self) -> Size:
-        """Size of what the ResNet sees."""
-        return self.crop or self.resize or self.frame
 
     @property
     def condition_dim(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
-from vla_accel.families.diffusion_policy.network import Size, centre
+from vla_accel.families.diffusion_policy.network import Framed, Size, centre
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler, Step
 from vla_accel.kernels import reference
 from vla_accel.nn.clip import ClipText, ClipTextConfig, ClipVision, ClipVisionConfig
@@ -30,7 +30,7 @@ MODULATIONS = 6
 
 
 @dataclass(frozen=True)
-class MultiTaskDitConfig:
+class MultiTaskDitConfig(Framed):
     """Sizes. Images are (height, width).
 
     Attributes:
@@ -84,8 +84,7 @@ class MultiTaskDitConfig:
             raise ConfigError(f"n_obs_steps: expected at most the horizon, {self.action_horizon}, got {self.history}")
         if self.max_token_len > self.text.positions:
             raise ConfigError(f"tokenizer_max_length: expected at most {self.text.positions}, got {self.max_token_len}")
-        if len({(camera.height, camera.width) for camera in self.cameras}) != 1:
-            raise ConfigError(f"cameras: expected at least one, all with frames of one size, got {self.cameras}")
+        self.check_frames()
         side = self.vision.image_size
         if self.seen != (side, side):
             raise ConfigError(
@@ -95,16 +94,6 @@ class MultiTaskDitConfig:
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
-
-    @property
-    def frame(self) -> Size:
-        """Size of a camera's frames."""
-        return self.cameras[0].height, self.cameras[0].width
-
-    @property
-    def seen(self) -> Size:
-        """Size of what CLIP sees."""
-        return self.crop or self.resize or self.frame
 
     @property
     def views(self) -> int:
