@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from tests.support.kernel_calls import EPS, Call, Draw, Empty, Part, Same, eight_bit
+from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, eight_bit
 from tests.support.kernel_cases import moments_of
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm.config import Pipelined
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance
+from vla_accel.kernels.rows.mix import Head, Mix, MixedInput
 from vla_accel.kernels.rows.rows import HeadNorms, NormedHeads, rope_tables
 
 
@@ -162,6 +163,28 @@ def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
     return call
 
 
+def _mixed(batch: int, tokens: int, horizon: int, width: int, actions: int, what: str) -> Callable:
+    """`what`: letters of first, last and 8 for rows in FP8."""
+
+    def call(draw: Draw) -> Call:
+        shape, last, rows = (batch, horizon, actions), "l" in what, (batch * tokens, width)
+        arguments = {
+            "x": Empty(rows, draw.dtype) if "f" in what else draw(*rows),
+            "h": Empty(rows, FP8 if "8" in what else draw.dtype),
+            "head": Head(draw.wide(actions, width, scale=width**-0.5), draw.wide(actions), EPS),
+            "noise": draw.wide(*shape),
+            "into": MixedInput(
+                draw.wide(actions, width, scale=actions**-0.5), draw.wide(batch, horizon, width), draw.wide(width),
+                draw(batch, tokens - horizon, width),
+            ),
+            "actions": Empty(shape, torch.float32), "at": Mix(0.75, first="f" in what, last=last),
+            "inverse_scale": 30.0 if "8" in what else None,
+        }  # fmt: skip
+        return Call("mix_step", arguments, ("actions",) if last else ("x", "h"))
+
+    return call
+
+
 def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for shape in ((2, 2, 3, 4, 2, 48), (1, 1, 2, 5, 1, 80)):
         yield f"patchify in squares {shape}", _patchify(*shape)
@@ -201,6 +224,9 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"measure {rows}x{width} scaled={scaled}", _measured(rows, width, scaled)
     for what in ("f", "", "l", "p", "gr", "fgr", "gl"):
         yield f"flow_step {what}", _flow(2, 6, 5, 40, 9, what)
+    for what in ("f", "", "l", "8", "f8"):
+        yield f"mix_step {what}", _mixed(2, 7, 3, 40, 9, what)
+    yield "mix_step of one row", _mixed(1, 2, 1, 64, 16, "")
 
 
 CASES: dict[str, Callable[[Draw], Call]] = dict(_cases())

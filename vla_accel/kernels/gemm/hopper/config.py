@@ -14,7 +14,7 @@ import torch
 
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.config import cheapest, deepest
-from vla_accel.kernels.gpu import Gpu
+from vla_accel.kernels.gpu import PORTABLE_CLUSTER, Gpu
 from vla_accel.numeric import round_up
 
 ARCHITECTURE = "sm_90a"
@@ -177,9 +177,11 @@ class HopperTile:
         waves, chunks = -(-blocks // waves_of), -(-sizes.chunks // self.split)
         if sizes.few:
             area = self.weight_rows * self.tokens
-            multiplied, fetched = area / 16, 128 * (self.weight_rows + self.tokens) / 40
+            fetched = 128 * (self.weight_rows / self.along + self.tokens / self.across) / _FETCHED
+            filled = 128 * (self.weight_rows + self.tokens) / _FILLED
             exchanged = _EXCHANGE + area * 4 * (1 - 1 / self.split) / 30 if self.split > 1 else 0
-            return waves * (_FIXED + chunks * max(multiplied, fetched)) + exchanged, self.split, self.resident
+            chunk = max(area / 16, fetched, filled)
+            return waves * (_FIXED + chunks * chunk) + exchanged, self.split, self.resident
         products = self.weight_rows // 64 * self.tokens // 8 * chunks
         # A persistent block fetches its next tile while it ends this one.
         overhead = _OVERHEAD * (1 if self.persistent else waves) + _OVERHEAD * (self.split - 1)
@@ -190,6 +192,8 @@ _OVERHEAD = 192
 """A block's start, first stage and epilogue, in products of 64 x 8 x 64."""
 _FIXED, _EXCHANGE = 2500, 600
 """Cycles of a block besides its products, and of exchanging parts of K, by estimate."""
+_FETCHED, _FILLED = 40, 100
+"""Bytes a cycle that a multiprocessor fetches, and that reach its shared memory with those that others fetch for it."""
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
@@ -236,9 +240,9 @@ def planned(gpu: Gpu | None, kind: torch.dtype, activation: Activation, rows: in
 
 # -- the search --------------------------------------------------------------------------------------------------------
 
-LEAST, MOST = 129, 32_768
-"""Rows that are searched for: fewer are better served by `few_rows`, more by the library."""
-LEAST_WORK = 1 << 27
+LEAST, MOST = 33, 32_768
+"""Rows that are searched for: fewer are better served by Triton's kernels, more by the library."""
+LEAST_WORK = 1 << 26
 """Multiplications of a product that is worth compiling kernels for: smaller ones take a launch's time in any case."""
 _KINDS = (
     _T(1, 1, 1, 8, 3), _T(2, 1, 1, 8, 3), _T(3, 1, 1, 8, 3), _T(2, 1, 1, 8, 3, split=2), _T(2, 1, 1, 8, 3, split=3),
@@ -258,6 +262,11 @@ FEW_LEAST, FEW_MOST = 33, 1024
 """Rows of `few_rows`."""
 _SPLITS, _SHAPES, _ALIKE = (1, 2, 3, 4, 6, 8), 4, 2
 """Parts of K; shapes that are measured with one and with two resident blocks; shapes of equal split at most."""
+_ALONE = ((1, 1),)
+_SHARING = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (4, 1), (4, 2))
+"""Blocks of a cluster across the weights and along the tokens: alone, and sharing what they fetch."""
+_SEARCHED = 2
+"""Shapes of `few_rows` of either number of resident blocks, and of clusters that share, that the search adds."""
 
 
 def why_not_on(gpu: Gpu) -> str | None:
@@ -299,7 +308,12 @@ def searched(gpu: Gpu | None, kind: torch.dtype, activation: Activation, rows: i
         widths = (round_up(-(-rows // (tiles * kind_of.parts)), 8) for tiles in range(least, most + 1))
         deep = (deepest(replace(kind_of, width=w), range(8, kind_of.stages - 1, -1), gpu, sizes) for w in widths)
         found += cheapest(filter(None, deep), gpu, sizes, of_each)
-    return cheapest(found, gpu, sizes, of_all)
+    found = cheapest(found, gpu, sizes, of_all)
+    if rows > FEW_MOST:
+        return found
+    few = replace(sizes, few=True)
+    found += _few_rows(gpu, few, shapes=_SEARCHED) + _few_rows(gpu, few, clusters=_SHARING, shapes=_SEARCHED)
+    return list(dict.fromkeys(found))
 
 
 def few_rows(gpu: Gpu | None, rows: int, n: int, k: int, paired: int = 0) -> list[HopperTile]:
@@ -313,22 +327,35 @@ def few_rows(gpu: Gpu | None, rows: int, n: int, k: int, paired: int = 0) -> lis
     if not on_hopper or not FEW_LEAST <= rows <= FEW_MOST or n % 64 or k % 8 or paired % 16:
         return []
     sizes = HopperSizes(rows, n, k, 2, (Use(residual=True), Use(normed=True), Use(gated=True, normed=True)), few=True)
+    return _few_rows(gpu, sizes, paired)
+
+
+def _few_rows(
+    gpu: Gpu | None, sizes: HopperSizes, paired: int = 0, clusters: Iterable[tuple[int, int]] = _ALONE,
+    shapes: int = _SHAPES,
+) -> list[HopperTile]:  # fmt: skip
+    """Return so many shapes of `few_rows` with two resident blocks, and with one. `clusters`: as `_SHARING`."""
     found: list[HopperTile] = []
-    shapes = itertools.product((1, 2), range(-(-rows // 256), max(2, rows // 24) + 1), _SPLITS, (1, 2))
-    for groups, tiles, split, resident in shapes:
-        if n % (64 * groups) or (paired and paired % (64 * groups)):
+    tiles_of = range(-(-sizes.rows // 256), max(2, sizes.rows // 24) + 1)
+    for groups, tiles, split, resident, (across, along) in itertools.product(
+        (1, 2), tiles_of, _SPLITS, (1, 2), clusters
+    ):
+        height, width = 64 * groups, round_up(-(-sizes.rows // tiles), 8)
+        if sizes.n % (height * across) or (paired and paired % height) or -(-sizes.rows // width) % along:
             continue
-        tile = HopperTile(groups, 1, 1, round_up(-(-rows // tiles), 8), 3, split=split, resident=resident)
+        if across * along * split > PORTABLE_CLUSTER:
+            continue
+        tile = HopperTile(groups, 1, 1, width, 3, across, along, split, resident)
         stages = range(min(8, max(-(-sizes.chunks // split), 3)), 2, -1)
         found += filter(None, [deepest(tile, stages, gpu, sizes)])
     best = cheapest(found, gpu, sizes)
-    return [tile for count in (2, 1) for tile in _different([t for t in best if t.resident == count])]
+    return [tile for count in (2, 1) for tile in _different((t for t in best if t.resident == count), shapes)]
 
 
-def _different(best: Iterable[HopperTile]) -> list[HopperTile]:
-    """Return the first of them that are not all alike."""
+def _different(best: Iterable[HopperTile], most: int) -> list[HopperTile]:
+    """Return the first of them that are not all alike, `most` at most."""
     kept: list[HopperTile] = []
     for tile in best:
-        if sum(tile.split == other.split for other in kept) < _ALIKE and len(kept) < _SHAPES:
+        if sum(tile.split == other.split for other in kept) < _ALIKE and len(kept) < most:
             kept.append(tile)
     return kept
