@@ -188,15 +188,24 @@ SEARCHED = (
     (512, 1024, 4096, Activation.NONE),
     (151, 12_288, 2048, Activation.SWIGLU),
     (151, 2048, 6144, Activation.NONE),
+    (262, 3072, 1024, Activation.NONE),
+    (262, 1024, 1024, Activation.NONE),
+    (262, 4096, 1024, Activation.GELU),
+    (262, 1024, 4096, Activation.NONE),
+    (100, 1024, 4096, Activation.NONE),
+    (392, 4096, 1024, Activation.GELU),
 )
-"""Products of SmolVLA's and GR00T's towers and language models."""
+"""Products of SmolVLA's and GR00T's towers and language models, and of X-VLA."""
 
 
 @pytest.mark.parametrize(("rows", "n", "k", "activation"), SEARCHED)
-def test_tilings_that_are_searched_for_compute_the_product(rows: int, n: int, k: int, activation: Activation) -> None:
-    for tiling in kernels.searched(Gpu.of(DEVICE), torch.bfloat16, activation, rows, n, k):
-        check(tiling, torch.bfloat16, rows, n, k, activation, False)
-        check_norms_inside(tiling, torch.bfloat16, rows, n, k, activation)
+@pytest.mark.parametrize("kind", [torch.bfloat16, FP8])
+def test_tilings_that_are_searched_for_compute_the_product(
+    rows: int, n: int, k: int, activation: Activation, kind: torch.dtype
+) -> None:
+    for tiling in kernels.searched(Gpu.of(DEVICE), kind, activation, rows, n, k):
+        check(tiling, kind, rows, n, k, activation, kind == FP8 and activation != Activation.NONE)
+        check_norms_inside(tiling, kind, rows, n, k, activation)
 
 
 @pytest.mark.parametrize(("rows", "n", "k", "activation"), [

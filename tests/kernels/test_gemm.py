@@ -36,6 +36,7 @@ TILES = (
     HopperTile(2, 1, 1, 136, 4, 1, 1, 2), HopperTile(1, 1, 1, 128, 3, 1, 2, 3), HopperTile(1, 1, 1, 128, 3, resident=2),
     HopperTile(3, 1, 1, 104, 4), HopperTile(2, 1, 2, 136, 3, persistent=True),
     HopperTile(2, 1, 1, 72, 4, 2, 1, persistent=True), HopperTile(2, 1, 1, 128, 6, 1, 1, 3),
+    HopperTile(2, 1, 1, 56, 4, 1, 5, resident=2), HopperTile(1, 1, 1, 136, 4, 4, 2),
 )  # fmt: skip
 TABLE = [(key, *row) for key, rows in TABLES["sm_90a"].items() for row in rows]
 NORMED, RESIDUAL = Use(normed=True), Use(residual=True)

@@ -305,7 +305,9 @@ def test_measured_calls_read_other_weights_in_turns(on_h200: list[Any], monkeypa
         call(TILES[0])
     read = [launch["weights"] for launch in on_h200]
     assert read[0] is weights and [one.weight.data_ptr() for one in read[:3]] == [w.weight.data_ptr() for w in read[3:]]
-    assert len({one.weight.data_ptr() for one in read}) == 3 and all(torch.equal(w.weight, weights.weight) for w in read)
+    assert len({one.weight.data_ptr() for one in read}) == 3 and all(
+        torch.equal(w.weight, weights.weight) for w in read
+    )
     monkeypatch.setattr(choice, "_CACHED", 1)
     assert len({id(layer) for layer in itertools.islice(choice.in_turns(weights), 4)}) == 1
 

@@ -55,7 +55,12 @@ BY_MODEL = {
     "demo": ROWS | FEW | {"_suffix_attention"},
     "demo x 8": ROWS | MANY | {"_suffix_attention"},
 }
-PRODUCTS = {"_attention", "_cross_attention", "_suffix_attention"} | INT8 | FEW | MANY - {"_measure"}
+PRODUCTS = (
+    {"_attention", "_cross_attention", "_suffix_attention", "_window_attention", "_channel_attention"}
+    | INT8
+    | FEW
+    | MANY - {"_measure"}
+)
 # All but the first of each program's chain.
 CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"} - FITTING
 SPILLED = 256

@@ -16,8 +16,9 @@ from vla_accel.numeric import power_of_two
 
 
 class MixShape(NamedTuple):
-    """Constants of the kernel: columns of a row and of an action, with the powers of two that hold them, and whether the
-    step is the first or the last."""
+    """Constants of the kernel: columns of a row and of an action, with the powers of two that hold them, and whether
+    the step is the first or the last.
+    """
 
     width: int
     block_w: int
@@ -50,10 +51,10 @@ def _mix_step(rows, head, flow, into, numbers, lengths, S: constexpr, PDL: const
     tile = action[:, None] * S.width + column[None, :]
     row = (batch * tokens + token).to(tl.int64) * S.width + column
     wait_for_previous(PDL)
-    value = tl.zeros((S.block_w,), tl.float32)
+    value = tl.full((S.block_w,), 0.0, tl.float32)
     if token < horizon:
         place = (batch * horizon + token) * S.actions + action
-        predicted = tl.zeros((S.block_a,), tl.float32)
+        predicted = tl.full((S.block_a,), 0.0, tl.float32)
         if not S.first:
             x = tl.load(x_ptr + row, mask=inside, other=0.0).to(tl.float32)
             x = _layer_normed(x, inside, eps, S.width)

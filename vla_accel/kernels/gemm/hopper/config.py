@@ -174,13 +174,17 @@ class HopperTile:
         because there a block may wait for its weights."""
         weight_tiles, waves_of = -(-sizes.n // self.weight_rows), 1 if gpu is None else gpu.multiprocessors
         blocks = -(-sizes.rows // self.tokens) * round_up(weight_tiles, self.across) * self.split
+        sharing = self.across * self.along > 1
+        if sizes.few and sharing:
+            waves_of = waves_of * (_NEIGHBOURS // self.cluster * self.cluster) // _NEIGHBOURS
         waves, chunks = -(-blocks // waves_of), -(-sizes.chunks // self.split)
         if sizes.few:
             area = self.weight_rows * self.tokens
             fetched = 128 * (self.weight_rows / self.along + self.tokens / self.across) / _FETCHED
             filled = 128 * (self.weight_rows + self.tokens) / _FILLED
             exchanged = _EXCHANGE + area * 4 * (1 - 1 / self.split) / 30 if self.split > 1 else 0
-            chunk = max(area / 16, fetched, filled)
+            # Blocks that share what they fetch wait less for it, and the tensor cores less for them.
+            chunk = max(area / (28 if sharing else 16), fetched, filled)
             return waves * (_FIXED + chunks * chunk) + exchanged, self.split, self.resident
         products = self.weight_rows // 64 * self.tokens // 8 * chunks
         # A persistent block fetches its next tile while it ends this one.
@@ -192,6 +196,8 @@ _OVERHEAD = 192
 """A block's start, first stage and epilogue, in products of 64 x 8 x 64."""
 _FIXED, _EXCHANGE = 2500, 600
 """Cycles of a block besides its products, and of exchanging parts of K, by estimate."""
+_NEIGHBOURS = 16
+"""Multiprocessors, at least, that the blocks of a cluster may be on."""
 _FETCHED, _FILLED = 40, 100
 """Bytes a cycle that a multiprocessor fetches, and that reach its shared memory with those that others fetch for it."""
 
@@ -263,10 +269,12 @@ FEW_LEAST, FEW_MOST = 33, 1024
 _SPLITS, _SHAPES, _ALIKE = (1, 2, 3, 4, 6, 8), 4, 2
 """Parts of K; shapes that are measured with one and with two resident blocks; shapes of equal split at most."""
 _ALONE = ((1, 1),)
-_SHARING = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (4, 1), (4, 2))
+_SHARING = tuple(
+    (across, along) for across in (1, 2, 4) for along in range(1, 9) if 1 < across * along <= PORTABLE_CLUSTER
+)
 """Blocks of a cluster across the weights and along the tokens: alone, and sharing what they fetch."""
-_SEARCHED = 2
-"""Shapes of `few_rows` of either number of resident blocks, and of clusters that share, that the search adds."""
+_SEARCHED, _SEARCHED_SHARING = 2, 3
+"""Shapes of `few_rows` that the search adds for either number of resident blocks: of blocks alone, and sharing."""
 
 
 def why_not_on(gpu: Gpu) -> str | None:
@@ -312,7 +320,7 @@ def searched(gpu: Gpu | None, kind: torch.dtype, activation: Activation, rows: i
     if rows > FEW_MOST:
         return found
     few = replace(sizes, few=True)
-    found += _few_rows(gpu, few, shapes=_SEARCHED) + _few_rows(gpu, few, clusters=_SHARING, shapes=_SEARCHED)
+    found += _few_rows(gpu, few, shapes=_SEARCHED) + _few_rows(gpu, few, clusters=_SHARING, shapes=_SEARCHED_SHARING)
     return list(dict.fromkeys(found))
 
 
