@@ -204,6 +204,28 @@ def families(only: str = "") -> list[Job]:
     ]  # fmt: skip
 
 
+def goals(only: str = "") -> list[Job]:
+    """Whole calls with the checkpoint's own number of denoising steps and with fewer, for the goals of placed steps.
+    The times at which the steps lie do not change the time of a call."""
+
+    def timed(name: str, options: str) -> Job:
+        gpu = (only or STORED_GPU).lower()
+        return Job(f"goals_{name}_{gpu}", f"vla-accel bench {options} --output {{json}}", only=only)
+
+    long = "--views 3 --horizon 50 --steps 10,3 --calls 100"
+    return [
+        timed("pi05", f"--model pi05 --systems {OURS} --steps 10,3 --calls 100"),
+        timed("pi05_long", f"--model pi05 --systems native-fp8 {long}"),
+        timed("pi0_long", f"--model pi0 --systems native-fp8 {long}"),
+        timed("smolvla", "--model smolvla --systems native-bf16 --views 2 --steps 10,3 --calls 100"),
+        timed("groot", "--model groot --systems native-bf16 --views 2 --steps 4,2 --calls 100"),
+        timed("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8-decode,native-int8-decode --calls 20"),
+        timed("portable", "--model pi05 --systems portable-bf16 --steps 10,3 --calls 100"),
+        timed("portable_long", f"--model pi05 --systems portable-fp8 {long}"),
+        timed("batches", "--model pi05 --systems native-fp8 --steps 3,10 --batch 16,32 --calls 40"),
+    ]
+
+
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
     # openpi's max-autotune compiles for longer than all of this takes; it is in bench_compile.
@@ -237,6 +259,8 @@ JOBS: tuple[Job, ...] = (
     bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla", only="H100"),
     bench("pi0", f"--model pi0 --systems {OURS},portable-bf16,portable-fp8 {SHAPE}", only="H100"),
     *families("H100"),
+    *goals(),
+    *goals("H100"),
     Job("start_pi05_h200", f"vla-accel bench --model pi05 --systems {OURS} --steps 10 --calls 20 --starts --output "
         "{json}"),
     Job("fp8_accumulation_h200", "python -m benchmarks.accumulation --count 8 --draws 2 --output {json}"),
