@@ -69,10 +69,14 @@ def synthetic(family: str, config: str) -> Job:
     return Job(f"parity_{family}_{config}", command)
 
 
-def serving(name: str, policy: str, devices: str) -> Job:
-    """Calls over a server with a process for each device. Runs of one GPU and of two use the same machine."""
+def serving(name: str, policy: str, replicas: int, host: int = 2, only: str = "") -> Job:
+    """Calls over a server with a process for each of the first `replicas` GPUs of a machine that has `host`. Runs that
+    are compared use the same machine."""
+    devices = ",".join(f"cuda:{index}" for index in range(replicas))
     options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
-    return Job(f"{name}_h200", f"vla-accel bench-server {options} --output {{json}}", gpus=2, whole_machine=True)
+    command = f"vla-accel bench-server {options} --output {{json}}"
+    gpu = (only or STORED_GPU).lower()
+    return Job(f"bench_server_{name}_{replicas}_{gpu}", command, gpus=host, whole_machine=True, only=only)
 
 
 def played(folder: str, config: str, options: str = "--steps 10 --trials 50", *needs: str, checkpoint: str = "") -> Job:
@@ -307,19 +311,19 @@ JOBS: tuple[Job, ...] = (
     *(job for suite in ("libero_spatial", "libero_object") for job in stored(f"{suite}_demo",
         f"--suite {suite} --steps 10,3,1 --trials 50 --workers {{workers}} --device cuda", 1)),
     *stored("libero_spatial_quick_cpu", "--steps 1,2,3,5,10 --quick --device cpu", 0),
-    Job("tune_demo_h100", "python -m eval.libero.tune demo --observations {observations} --suite libero_spatial "
-        "--workers {workers} --no-films --device cuda --output {folder}", needs=("libero", "observations"),
-        file="tune.json", only="H100"),
+    *(Job(f"tune_{checkpoint}_h100", f"python -m eval.libero.tune {checkpoint} --observations {{observations}} --suite "
+          "libero_spatial --workers {workers} --no-films --device cuda --output {folder}",
+          needs=("libero", "observations"), file="tune.json", only="H100")
+      for checkpoint in ("demo", "smolvla_demo")),
     # Many simulators, and many clients of a server.
     throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
-    throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray", only="H100"),
+    throughput("gpus", "ray:1:14:12:16,ray:2:28:12:32,ray:4:56:12:64", 4, "ray", only="H100"),
     # The policy in the server's process, as with `vla-accel serve demo`.
     Job("bench_server_h200", "vla-accel bench-server demo --config native --device cuda --clients 1,4,16,64 "
         "--seconds 2 --output {json}", whole_machine=True),
-    serving("bench_server_demo_1", "demo", "cuda:0"),
-    serving("bench_server_demo_2", "demo", "cuda:0,cuda:1"),
-    serving("bench_server_pi05_1", "--model pi05", "cuda:0"),
-    serving("bench_server_pi05_2", "--model pi05", "cuda:0,cuda:1"),
+    *(serving("demo", "demo", replicas) for replicas in (1, 2)),
+    *(serving("pi05", "--model pi05", replicas) for replicas in (1, 2)),
+    *(serving("pi05", "--model pi05", replicas, host=4, only="H100") for replicas in (1, 2, 4)),
     Job("server_faults_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
         "cuda:0,cuda:1 --seconds 60 --output {json}", gpus=2, whole_machine=True),
     # Without a GPU.
