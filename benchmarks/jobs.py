@@ -192,8 +192,8 @@ def families(only: str = "") -> list[Job]:
               "--views 2 --steps 10,5,3 --batch 1,2,4 --calls 40 --profile", "lerobot"),
         *(timed(model, f"--model {model} --systems native-bf16,eager --views 2 --calls 50 --profile")
           for model in ("starvla_groot", "starvla_pi", "starvla_oft")),
-        *(timed(name, "--model openvla_oft --systems native-bf16,native-fp8,native-int8-denoise,eager --batch 1,2 "
-                f"--views {views} --calls 50 --profile")
+        *(timed(name, "--model openvla_oft --systems native-bf16,native-fp8,native-int8-denoise,eager,oft-eager "
+                f"--batch 1,2 --views {views} --calls 50 --profile", "prismatic")
           for name, views in (("openvla_oft", 2), ("openvla_oft_one_view", 1))),
         # torch.compile takes minutes, in runs of their own.
         *(timed(f"{model}_compile", f"--model {model} --systems native-bf16,{other} {options}", "lerobot")
