@@ -35,7 +35,7 @@ def _queries(
 ) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         sizes = SuffixShape(1, tokens, prefix, heads, heads, head_dim, draw.dtype.itemsize, own=False)
-        taken, n = config or query_splits(None, sizes)[0], heads * head_dim
+        taken, n = config or query_splits(None, sizes, width)[0], heads * head_dim
         norm = Norm(EPS, None, draw.wide(width, scale=0.3))
         keys, values = (draw(1, prefix, heads, head_dim) for _ in range(2))
         arguments: dict[str, Any] = {

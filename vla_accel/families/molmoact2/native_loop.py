@@ -158,7 +158,7 @@ class MolmoLoop(LayerLoop):
         self.crossing = SuffixShape(
             batch, self.tokens, prefix_tokens, expert.heads, expert.heads, expert.head_dim, x.element_size(), own=False
         )
-        reason = self._choose_kernels(why_not(self.crossing))
+        reason = self._choose_kernels(why_not(current(device).gpu, self.crossing))
         launches = 10 * self.depth + 1 + (self.choices["down"].moments is not None)
         launches -= 2 * self.depth * sum(self._together(kind) for kind in ("self", "cross"))
         self.detail = (
@@ -179,7 +179,7 @@ class MolmoLoop(LayerLoop):
         if apart is not None:
             return f" (attention apart from its products: {apart})"
         self.choices.way("self", sizes, (TOGETHER, APART), lambda: [self._self_attend(0, i, inputs) for i in every])
-        splits = query_splits(current(self.x).gpu, sizes)
+        splits = query_splits(current(self.x).gpu, sizes, self.x.shape[1])
         together = [Choice(split, suffix_workspace(sizes, self.x.device, split)) for split in splits]
         self.choices.way("cross", sizes, (*together, APART), lambda: [self._cross(0, i, inputs) for i in every])
         return ""

@@ -6,7 +6,7 @@ keys are normed without weights. Conventions as in `vla_accel.kernels.rows.rows`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from torch import Tensor
 from vla_accel.kernels import reference
 from vla_accel.kernels.attention.config import KeySplit, SuffixShape
 from vla_accel.kernels.attention.suffix import AttentionWorkspace, Prefix, prefix_attention
+from vla_accel.kernels.config import too_large
 from vla_accel.kernels.dispatch import kernels, path
+from vla_accel.kernels.gemm.config import GemmSizes, Skinny, skinny
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
@@ -42,21 +44,33 @@ class Queries:
     eps: float
 
 
-def why_not(sizes: SuffixShape) -> str | None:
-    """Explain why `attention_into` and `query_attention` do not run a shape; None if they do."""
+def why_not(gpu: Gpu | None, sizes: SuffixShape) -> str | None:
+    """Explain why neither `attention_into` nor `query_attention` runs a shape; None if the former does."""
     if sizes.batch != 1 or sizes.tokens > ROWS:
         return f"it is for one sequence of up to {ROWS} rows, not {sizes.batch} of {sizes.tokens}"
     if sizes.heads != sizes.kv_heads:
         return f"it is for as many key heads as query heads, not {sizes.kv_heads} and {sizes.heads}"
-    if power_of_two(sizes.heads) * sizes.block_d > MOST_VALUES:
+    values = power_of_two(sizes.heads) * sizes.block_d
+    if values > MOST_VALUES:
         return f"its registers do not hold {sizes.heads} heads of {sizes.head_dim}"
+    return too_large("it", 3 * ROWS * values * sizes.bytes, gpu)
+
+
+def head_tile(gpu: Gpu | None, sizes: SuffixShape, k: int, keys: int) -> Skinny | None:
+    """Return the tile of the product of K columns in `query_attention` with so many keys: all columns of a head, and as
+    many chunks of weights before the wait as shared memory holds. None if it holds none."""
+    tile = skinny(GemmSizes(sizes.tokens, k, sizes.head_dim, sizes.heads, row_bytes=sizes.bytes), gpu)
+    others = ROWS * tile.block_k + 2 * keys * sizes.block_d
+    for early in range(tile.early, 0, -1):
+        if too_large(tile, sizes.bytes * (early * tile.block_k * sizes.block_d + others), gpu) is None:
+            return replace(tile, columns=sizes.block_d, early=early)
     return None
 
 
-def query_splits(gpu: Gpu | None, sizes: SuffixShape) -> list[KeySplit]:
-    """Return the configs of `query_attention` worth measuring: one tile of keys a program."""
-    found = [KeySplit(ROWS, keys, 1, 1, WARPS) for keys in (64, 128, 32)]
-    return [split for split in found if split.why_not(gpu, sizes) is None]
+def query_splits(gpu: Gpu | None, sizes: SuffixShape, k: int) -> list[KeySplit]:
+    """Return the configs of `query_attention` worth measuring: one tile of keys a program. `k`: columns of a row."""
+    found = (KeySplit(ROWS, keys, 1, 1, WARPS) for keys in (64, 128, 32))
+    return [split for split in found if head_tile(gpu, sizes, k, split.keys) is not None]
 
 
 def attention_into(

@@ -7,7 +7,6 @@ the head's queries itself. Both load their weights, and the latter its keys, bef
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import triton
@@ -16,11 +15,10 @@ from torch import Tensor
 from triton.language import constexpr
 
 from vla_accel.kernels.attention.config import KeySplit, SuffixShape
-from vla_accel.kernels.attention.few import ROWS, WARPS, Queries, query_splits
+from vla_accel.kernels.attention.few import ROWS, WARPS, Queries, head_tile, query_splits
 from vla_accel.kernels.attention.suffix import AttentionWorkspace, Prefix
 from vla_accel.kernels.attention.triton_attention import LOG2E, attend_once, store_parts
 from vla_accel.kernels.chain import launch
-from vla_accel.kernels.gemm.config import GemmSizes, Skinny, skinny
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.triton_epilogues import (
     epilogue_arguments,
@@ -185,18 +183,11 @@ def query_attention(
     _, source, heads, head_dim = prefix.keys.shape
     gpu, width = current(x).gpu, x.shape[1]
     sizes = SuffixShape(1, len(x), source, heads, heads, head_dim, x.element_size(), own=False)
-    config = config or query_splits(gpu, sizes)[0]
-    weight = queries.weights.weight
-    product = GemmSizes(len(x), width, head_dim, heads, weight_bytes=weight.element_size(), row_bytes=x.element_size())
-    tile = _head_tile(skinny(product, gpu), head_dim)
+    config = config or query_splits(gpu, sizes, width)[0]
+    weight, tile = queries.weights.weight, head_tile(gpu, sizes, width, config.keys)
+    assert tile is not None
     constants = Crossed(width, head_dim, heads, source, config.keys, config.splits(sizes))
     numbers, operands = (len(x), head_dim**-0.5 * LOG2E.value, queries.eps), (weight, queries.weights.sums_scale)
     tensors = (x, operands, norm_arguments(queries.norm), queries.shift, (prefix.keys, prefix.values, prefix.lengths))
     grid, run = (constants.splits, heads), {"num_warps": tile.parts, "num_stages": 1}
     launch(_query_attention, grid, *tensors, out, workspace, numbers, constants, tile, **run)
-
-
-def _head_tile(tile: Skinny, head_dim: int) -> Skinny:
-    """A product's tile with all columns of a head, and at most 96 KB of weights in registers before the wait."""
-    columns = max(16, power_of_two(head_dim))
-    return replace(tile, columns=columns, early=max(1, min(tile.early, (96 << 10) // (tile.block_k * columns * 2))))
