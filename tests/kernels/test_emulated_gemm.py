@@ -153,10 +153,23 @@ def test_tiles_compute_the_product(tile: HopperTile, kind: torch.dtype, multiply
         assert whole[0].isnan().all() and whole[-1].isnan().all()
 
 
+@pytest.mark.parametrize("tile", [TILES[0], TILES[7]])
+def test_rows_may_lie_apart(tile: HopperTile, multiply: Multiply) -> None:
+    x, weights = drawn(75, 2 * 256).to(BF16)[:, :256], scaled(BF16, 192, 256, bias=True)
+    out, _ = buffer(75, 192, BF16)
+    want = torch.empty(75, 192)
+    gemm(x.float(), wide(weights), want)
+    multiply(x, weights, out, tile)
+    is_close(out, want, BF16)
+
+
 @pytest.mark.parametrize(
     "activation",
-    [Activation.GELU, Activation.GELU_ERF, Activation.QUICK_GELU, Activation.GEGLU, Activation.SWIGLU],
-)
+    [
+        Activation.GELU, Activation.GELU_ERF, Activation.QUICK_GELU, Activation.RELU, Activation.GEGLU,
+        Activation.SWIGLU,
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("kind", "quantize"), [(BF16, None), (FP8, 40.0)])
 def test_activations(activation: Activation, kind: torch.dtype, quantize: float | None, multiply: Multiply) -> None:
     rows, n, k = 75, 192, 256

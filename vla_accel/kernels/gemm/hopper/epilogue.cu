@@ -212,6 +212,7 @@ __device__ __forceinline__ void finish_four(u32* packed, const float* sums, u32 
     for (int i = 0; i < 4; ++i) {
       if (ACTIVATION == ACTIVATION_GELU) v[i] = gelu(v[i]);
       if (ACTIVATION == ACTIVATION_GELU_ERF) v[i] = 0.5f * v[i] * (1.f + erff(0.7071067811865476f * v[i]));
+      if (ACTIVATION == ACTIVATION_RELU) v[i] = fmaxf(v[i], 0.f);
       if (ACTIVATION == ACTIVATION_QUICK_GELU) v[i] = silu(1.702f * v[i]) * 0.5875440658049354f;
     }
     packed[0] = pack_half2(v[0], v[1]);

@@ -27,7 +27,8 @@ EIGHT = 8
 _KINDS = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "f16"), torch.float8_e4m3fn: (2, "e4m3")}
 _FP8 = torch.float8_e4m3fn
 _ACTIVATIONS = (
-    Activation.NONE, Activation.GELU, Activation.GELU_ERF, Activation.QUICK_GELU, Activation.GEGLU, Activation.SWIGLU,
+    Activation.NONE, Activation.GELU, Activation.GELU_ERF, Activation.QUICK_GELU, Activation.RELU, Activation.GEGLU,
+    Activation.SWIGLU,
 )  # fmt: skip
 """What `epilogue.cu` computes."""
 
@@ -80,8 +81,11 @@ def why_not(gpu: Gpu, x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogu
         return f"shapes do not fit: x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)}"
     if k * x.element_size() % 16 or columns * out.element_size() % 16 or not rows:
         return "it needs rows of x and of out of a multiple of 16 bytes"
-    if not (x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()):
-        return "it needs contiguous matrices"
+    # The rows of x may lie apart: the copy engine takes them by their distance.
+    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16:
+        return "it needs contiguous rows of x, a multiple of 16 bytes apart"
+    if not (weight.is_contiguous() and out.is_contiguous()):
+        return "it needs a contiguous weight and a contiguous out"
     if any(matrix.data_ptr() % 16 for matrix in (x, weight, out)):
         return "it needs matrices aligned to 16 bytes"
     if activation.gated and weights.bias is not None:
