@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from tests.support.cuda_emulator import EmulatedDriver, EmulatedModule
 from tests.support.gpus import H200, MIG_SLICE
 from tests.support.kernel_cases import moments_of
+from vla_accel import fp8
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
@@ -31,6 +32,7 @@ from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.rows.rows import rope_tables
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, E4M3.dtype
+INT8 = fp8.INT8.dtype
 _BEFORE = """
 extern "C" __global__ void before(u16* tensor, int count) {
   volatile u16* out = tensor;  // A compiler would leave out what changes nothing.
@@ -127,6 +129,8 @@ def multiply(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Multiply:
 
 def wide(weights: Linear) -> Linear:
     """Weights for the reference in float32."""
+    if weights.integers:
+        return replace(weights, weight=weights.true_weight(torch.float32), weight_scale=None)
     return replace(weights, weight=weights.weight.float(), weight_scale=None)
 
 
@@ -137,6 +141,39 @@ def scaled(kind: torch.dtype, *shape: int, bias: bool = False) -> Linear:
     one = torch.ones(())
     added = drawn(shape[0], seed=2).to(BF16) if bias else None
     return Linear(drawn(*shape, seed=1).to(FP8), added, one, one, 0.05)
+
+
+def stored(kind: torch.dtype, *shape: int, bias: bool = False) -> Linear:
+    """Weights of one byte for rows in BF16: in E4M3 every number that it has, in INT8 with a scale for each row."""
+    added = drawn(shape[0], seed=2).bfloat16() if bias else None
+    if kind == INT8:
+        weight = torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(1)).to(INT8)
+        scales = drawn(shape[0], seed=4).abs() * 4e-4 + 2e-4
+        return Linear(weight, added, scales, torch.ones(()))
+    bits = torch.randint(0, 254, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    weight = (bits + (bits >= 127).to(torch.uint8)).view(FP8)  # Two of the 256 are no numbers.
+    return Linear(weight, added, torch.tensor(4e-4), torch.ones(()), 4e-4)
+
+
+WIDENED = (
+    HopperTile(1, 1, 1, 56, 4), HopperTile(2, 1, 1, 40, 3, split=2), HopperTile(1, 2, 2, 24, 3),
+    HopperTile(1, 1, 1, 40, 3, 2, 2), HopperTile(1, 1, 1, 48, 5, split=3, resident=2),
+    HopperTile(2, 1, 1, 32, 3, persistent=True),
+)  # fmt: skip
+"""Plain, K shared, several blocks and parts, both operands shared, two resident, persistent."""
+
+
+@pytest.mark.parametrize("tile", WIDENED)
+@pytest.mark.parametrize("kind", [FP8, INT8])
+def test_weights_of_one_byte_are_widened(tile: HopperTile, kind: torch.dtype, multiply: Multiply) -> None:
+    rows, n, k = 101, 176, 64 * 3 * (tile.stages + 1) - 48
+    x, weights = drawn(rows, k).bfloat16(), stored(kind, n, k, bias=True)
+    (out, whole), want = buffer(rows, n, BF16), torch.empty(rows, n)
+    gemm(x.float(), wide(weights), want)
+    for gpu in (H200, FEWER):
+        multiply(x, weights, out, tile, gpu=gpu)
+        is_close(out, want, BF16)
+        assert whole[0].isnan().all() and whole[-1].isnan().all()
 
 
 @pytest.mark.parametrize("tile", SOME)

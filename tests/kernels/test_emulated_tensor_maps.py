@@ -55,7 +55,7 @@ def matrix(rows: int) -> Tensor:
 
 def copied(module: EmulatedModule, name: str, of: Tensor, x: int, y: int, z: int = 0) -> Tensor:
     """A box of 32 rows by 64 columns, as it lies behind the swizzle."""
-    box = launch.paired_map(of, HALF, ROWS) if name == "five" else launch.rows_map(of, ROWS)
+    box = launch.paired_map(of, HALF, ROWS, 64) if name == "five" else launch.rows_map(of, ROWS, 64)
     out = torch.zeros(ROWS, 8, 8, dtype=torch.bfloat16)
     module.allow(of, out)
     places = (ctypes.c_int(place) for place in (x, y, z))
@@ -107,9 +107,9 @@ def test_what_a_copy_must_not_do(module: EmulatedModule) -> None:
     module.allow(torch.zeros(8))
     arguments = (*(ctypes.c_int(0) for _ in range(3)), ctypes.c_void_p(0))
     with pytest.raises(EmulationError, match="tma_load_5d: expected a map of 5 dimensions, got one of 2"):
-        module.launch("five", 1, 32, (launch.rows_map(of, ROWS), *arguments))
+        module.launch("five", 1, 32, (launch.rows_map(of, ROWS, 64), *arguments))
     with pytest.raises(EmulationError, match="tma_load_5d reads 128 bytes outside of every tensor"):
-        module.launch("five", 1, 32, (launch.paired_map(of, HALF, ROWS), *arguments))
+        module.launch("five", 1, 32, (launch.paired_map(of, HALF, ROWS, 64), *arguments))
 
 
 def test_what_the_driver_refuses(module: EmulatedModule) -> None:
@@ -121,4 +121,4 @@ def test_what_the_driver_refuses(module: EmulatedModule) -> None:
         (of[:0], 32, r"the tensor is empty: \[80, 0\]"),
     ):
         with pytest.raises(EmulationError, match=what):
-            launch.rows_map(wrong, box)
+            launch.rows_map(wrong, box, 64)
