@@ -129,8 +129,6 @@ def multiply(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> Multiply:
 
 def wide(weights: Linear) -> Linear:
     """Weights for the reference in float32."""
-    if weights.integers:
-        return replace(weights, weight=weights.true_weight(torch.float32), weight_scale=None)
     return replace(weights, weight=weights.weight.float(), weight_scale=None)
 
 
@@ -148,7 +146,7 @@ def stored(kind: torch.dtype, *shape: int, bias: bool = False) -> Linear:
     added = drawn(shape[0], seed=2).bfloat16() if bias else None
     if kind == INT8:
         weight = torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(1)).to(INT8)
-        scales = drawn(shape[0], seed=4).abs() * 4e-4 + 2e-4
+        scales = drawn(shape[0], seed=4).abs() * 4e-4 + 2e-4  # unlike each other
         return Linear(weight, added, scales, torch.ones(()))
     bits = torch.randint(0, 254, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     weight = (bits + (bits >= 127).to(torch.uint8)).view(FP8)  # Two of the 256 are no numbers.
@@ -169,7 +167,7 @@ def test_weights_of_one_byte_are_widened(tile: HopperTile, kind: torch.dtype, mu
     rows, n, k = 101, 176, 64 * 3 * (tile.stages + 1) - 48
     x, weights = drawn(rows, k).bfloat16(), stored(kind, n, k, bias=True)
     (out, whole), want = buffer(rows, n, BF16), torch.empty(rows, n)
-    gemm(x.float(), wide(weights), want)
+    gemm(x, weights, want)
     for gpu in (H200, FEWER):
         multiply(x, weights, out, tile, gpu=gpu)
         is_close(out, want, BF16)
@@ -265,6 +263,66 @@ def test_norms_of_the_rows(tile: HopperTile, norm: str, multiply: Multiply) -> N
     normed, want = (F.layer_norm if norm == "layer" else F.rms_norm)(x.float(), (k,), eps=1e-6), torch.empty(out.shape)
     gemm(normed, wide(weights), want, Epilogue(activation=activation), workspace=(torch.empty(rows, n),))
     is_close(out, want, BF16)
+
+
+@pytest.mark.parametrize("tile", WIDENED[:2])
+@pytest.mark.parametrize("kind", [FP8, INT8])
+def test_widened_weights_and_a_gated_residual(tile: HopperTile, kind: torch.dtype, multiply: Multiply) -> None:
+    rows, n, k = 51, 256, 464
+    x, weights, scale = drawn(rows, k).bfloat16(), stored(kind, n, k, bias=True), drawn(n, seed=3) / 4
+    out, whole = buffer(rows, n, BF16)
+    want = out.copy_(drawn(rows, n, seed=5)).float()
+    moments = Moments.like(out, 64, True)
+    epilogue = Epilogue(gate=drawn(n, seed=6), residual=True, moments=moments, next_scale=scale)
+    gemm(x, weights, want, replace(epilogue, moments=None))
+    multiply(x, weights, out, tile, epilogue)
+    is_close(out, want, BF16)
+    assert whole[0].isnan().all() and whole[-1].isnan().all()
+    torch.testing.assert_close(moments.squares, moments_of(out, scale, 64).squares, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tile", WIDENED[:2])
+@pytest.mark.parametrize("kind", [FP8, INT8])
+def test_widened_weights_behind_a_modulated_layer_norm(tile: HopperTile, kind: torch.dtype, multiply: Multiply) -> None:
+    rows, n, k = 51, 256, 464
+    x, scale, weights = (drawn(rows, k) + 1).bfloat16(), drawn(k, seed=1) / 4, stored(kind, n, k)
+    norm = Norm(EPS, moments_of(x, scale, 64), scale, (1.0 + scale) @ weights.true_weight(torch.float32).T)
+    epilogue = Epilogue(drawn(n, seed=3), Activation.GELU)
+    (out, whole), want = buffer(rows, n, BF16), torch.empty(rows, n)
+    gemm(x, weights, want, epilogue, norm)
+    multiply(x, weights, out, tile, epilogue, norm)
+    is_close(out, want, BF16)
+    assert whole[0].isnan().all() and whole[-1].isnan().all()
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_widened_gate_and_up_of_normed_rows(paired: bool, multiply: Multiply) -> None:
+    """With a scale for each weight row, which lie in halves or in turns."""
+    rows, half, k = 51, 192, 464
+    x, norm = modulated(rows, k, BF16)
+    weights = replace(stored(INT8, 2 * half, k), paired=paired)
+    epilogue = Epilogue(None if paired else drawn(2 * half, seed=3), Activation.SWIGLU)
+    (out, whole), want = buffer(rows, half, BF16), torch.empty(rows, half)
+    gemm(x, weights, want, epilogue, norm)
+    multiply(x, weights, out, WIDENED[1], epilogue, norm)
+    is_close(out, want, BF16)
+    assert whole[0].isnan().all() and whole[-1].isnan().all()
+
+
+def test_widened_and_rotated_heads_of_normed_rows(multiply: Multiply) -> None:
+    batch, tokens, k, heads, kv_heads = 3, 17, 464, 3, 2
+    x, norm = modulated(batch * tokens, k, BF16)
+    cos, sin = rope_tables(90 + tokens, HEAD, torch.device("cpu"))
+    weights = stored(INT8, (heads + 2 * kv_heads) * HEAD, k)
+    rope = Rotation(cos, sin, torch.tensor([90, 5, 31], dtype=torch.int32))
+    out, want = (
+        Heads(*(torch.empty(batch, tokens, count, HEAD, dtype=kind) for count in (heads, kv_heads, kv_heads)))
+        for kind in (BF16, torch.float32)
+    )
+    gemm(x, weights, want, Epilogue(rope=rope), norm)
+    multiply(x, weights, out, WIDENED[0], Epilogue(rope=rope), norm)
+    for name in "qkv":
+        is_close(getattr(out, name), getattr(want, name), BF16)
 
 
 def modulated(rows: int, k: int, kind: torch.dtype) -> tuple[Tensor, Norm]:

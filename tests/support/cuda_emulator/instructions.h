@@ -140,11 +140,11 @@ inline u16 round_bf16(float x) {
 }
 inline u32 pack_bf16x2(float low, float high) { return (u32)round_bf16(low) | (u32)round_bf16(high) << 16; }
 namespace emulator {
-template <class Operation>
-u32 each_of_two(u32 a, u32 b, Operation operation) {
-  const auto one = [&](u32 x, u32 y) { return operation(bits_as<float>(x), bits_as<float>(y)); };
-  return pack_bf16x2(one(a << 16, b << 16), one(a & 0xffff0000u, b & 0xffff0000u));
-}
+  template <class Operation>
+  u32 each_of_two(u32 a, u32 b, Operation operation) {
+    const auto one = [&](u32 x, u32 y) { return operation(bits_as<float>(x), bits_as<float>(y)); };
+    return pack_bf16x2(one(a << 16, b << 16), one(a & 0xffff0000u, b & 0xffff0000u));
+  }
 }  // namespace emulator
 inline u32 scaled(u32 v, u32 s) {
   return emulator::each_of_two(v, s, [](float a, float b) { return fmaf(a, b, a); });

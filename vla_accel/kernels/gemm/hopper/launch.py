@@ -46,13 +46,13 @@ def source(
         half: distance of the two weight rows of a pair, 0 without pairs.
         weight: dtype of the weights. None: that of the rows.
     """
-    activation, widened = epilogue.activation, weight not in (None, kind)
-    memory = tile.memory(activation.gated, norm is not None, widened)
+    activation, widen = epilogue.activation, 0 if weight is None or weight == kind else _WIDENED[weight]
+    memory = tile.memory(activation.gated, norm is not None, widen > 0)
     number, name = _KINDS[kind]
-    product = f"wgmma_{name}_by_registers" if widened else f"wgmma_{name}"
+    product = f"wgmma_{name}_by_registers" if widen else f"wgmma_{name}"
     macros = {
-        "KIND": number, "WIDEN": _WIDENED[weight] if widened else 0, "NARROW": int(fp8_out), "ACTIVATION": activation.code, "GROUPS": tile.groups,
-        "BLOCKS": tile.blocks, "PARTS": tile.parts, "WIDTH": tile.width, "STAGES": tile.stages,
+        "KIND": number, "WIDEN": widen, "NARROW": int(fp8_out), "ACTIVATION": activation.code,
+        "GROUPS": tile.groups, "BLOCKS": tile.blocks, "PARTS": tile.parts, "WIDTH": tile.width, "STAGES": tile.stages,
         "ACROSS": tile.across, "ALONG": tile.along, "SPLIT": tile.split, "W_ROWS": tile.shares[0],
         "T_ROWS": tile.shares[1],
         **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tile.registers, strict=True)),
@@ -62,8 +62,8 @@ def source(
         "NORM": 0 if norm is None else 1 if norm.sums is None else 2,
         "PAIRS": int(half > 0), "ROPE": int(epilogue.rope is not None), "WGMMA": product, **MACROS,
     }  # fmt: skip
-    generated = Call.cpp + wgmma(product, tile.width, name, registers=widened)
-    files = ("epilogue", "widen", "gemm") if widened else ("epilogue", "gemm")
+    generated = Call.cpp + wgmma(product, tile.width, name, registers=widen > 0)
+    files = ("epilogue", "widen", "gemm") if widen else ("epilogue", "gemm")
     return source_of(macros, *(f"gemm/hopper/{file}" for file in files), generated=generated)
 
 
@@ -76,8 +76,8 @@ def why_not(gpu: Gpu, x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogu
         return f"it computes the activations {', '.join(map(str, _ACTIVATIONS))}, got {activation}"
     if x.dtype not in _KINDS or not (weight.dtype == x.dtype or _is_widened(x, weights)):
         return (
-            "it needs x and the weight in BF16, FP16 or FP8, both the same, or x in BF16 and the weight in FP8 or INT8, "
-            f"got {x.dtype} and {weight.dtype}"
+            "it needs x and the weight in BF16, FP16 or FP8, both the same, or x in BF16 and the weight in FP8 or "
+            f"INT8, got {x.dtype} and {weight.dtype}"
         )
     wide = torch.bfloat16 if x.dtype == _FP8 else x.dtype
     if out.dtype not in (wide, _FP8):
