@@ -108,8 +108,9 @@ def run(chosen: Arguments) -> None:
 
     training = json.loads((folder / "pretrained_model" / "train_config.json").read_text())
     note = (
-        f"Task {chosen.task}, one policy of lerobot's trainer after {int(folder.name)} updates of {training['batch_size']} "
-        "observations. The simulators of a run shared one policy and its GPU, which also rendered."
+        f"Task {chosen.task}, one policy of lerobot's trainer after {int(folder.name)} updates of "
+        f"{training['batch_size']} observations. The simulators of a run shared one policy and its GPU, which also "
+        "rendered."
     )
     words = [*map(str, paths), "--note", note]
     main([*words, "--output", str(chosen.output)] if chosen.output else words)
