@@ -66,6 +66,7 @@ from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import triton_image as image
+from vla_accel.kernels.image.convolution import ConvPlan, ConvSizes, ConvTile, convolve, workspace
 from vla_accel.kernels.image.depthwise import Depthwise
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.kernels.image.triton_depthwise import depthwise_norm
@@ -324,6 +325,10 @@ def images() -> Iterator[Callable[[], Any]]:
     pixels, layer = half(2, 7, 7, 2048), Depthwise(wide(9, 2048), *(wide(2048) for _ in range(4)))
     yield lambda: depthwise_norm(pixels, layer, pixels, pixels, eps=1e-5)
     yield lambda: max_pool(half(2, 240, 320, 64), wide(64), activation=Activation.RELU)
+    last = half(512, 512, 3, 3).contiguous(memory_format=torch.channels_last)
+    sizes, tile = ConvSizes(600, 512, 512, 3, 1), ConvTile(64, 64, 2, split=4)
+    plan = ConvPlan(tile, workspace(sizes, tile, META))
+    yield lambda: convolve(half(2, 15, 20, 512), last, shift=wide(512), activation=Activation.RELU, plan=plan)
     yield lambda: image.softmax(wide(4096, 4096), torch.bfloat16)
     # The narrower of its two tiles, which a GPU with little shared memory takes.
     heads = half(1, 4096, 384)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.support import sequence_cases
+from tests.support import molmo_cases, sequence_cases
 from tests.support.kernel_calls import Call, Draw, check, outputs_of
 from tests.support.kernel_cases import (
     CASES,
@@ -150,7 +150,7 @@ def _wide() -> Cases:
             yield f"self-attention {shape} fp8={scale is not None}", _self_attention(*shape, scale)
 
 
-TALL: dict[str, Callable[[Draw], Call]] = {**sequence_cases.CASES, **dict(_tall())}
+TALL: dict[str, Callable[[Draw], Call]] = {**sequence_cases.CASES, **molmo_cases.CASES, **dict(_tall())}
 CONFIGS: dict[str, Callable[[Draw], Call]] = dict(_configs())
 WIDE: dict[str, Callable[[Draw], Call]] = {**TALL, **CONFIGS, **dict(_wide())}
 assert len(WIDE) == len(TALL) + len(CONFIGS) + len(dict(_wide())) and not WIDE.keys() & CASES.keys(), (

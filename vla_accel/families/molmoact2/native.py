@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
@@ -23,7 +22,7 @@ from vla_accel.kernels.attention.ops import attention as attend
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
-from vla_accel.kernels.rows.rows import add_at, patchify, place_tokens
+from vla_accel.kernels.rows.rows import add_at, norm_rows, patchify, place_tokens
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.native_vision import patch_embedding
 from vla_accel.nn.plan import Rows, StackPlan
@@ -191,13 +190,11 @@ class NativeReader:
         rows = None
         if config.hidden:
             rows = (config.seen(inputs["lengths"], self.tokens) + self.first).flatten()
-        width = config.expert.width
         for name, found, product in (("keys", self.keys, weights.keys), ("values", self.values, weights.values)):
             flat = found.view(len(found), -1, product.weight.shape[1])
             flat = flat if rows is None else flat.index_select(1, rows)
             gemm(flat.flatten(0, 1), product, self.projected)
-            normed = F.rms_norm(self.projected, (width,), eps=EPS).view(outputs[name].shape)
-            outputs[name].copy_(F.rms_norm(normed, normed.shape[-1:], eps=EPS) if name == "keys" else normed)
+            norm_rows(self.projected, outputs[name], heads=config.expert.heads if name == "keys" else 1, eps=EPS)
 
 
 class MolmoAct2Store(NativeStore[MolmoAct2]):
@@ -221,11 +218,11 @@ class MolmoAct2Store(NativeStore[MolmoAct2]):
     ) -> Program:  # fmt: skip
         """The whole Euler loop. Its FP8 and INT8 are of weights alone and need no scales. `max_weight`: as in
         `RtcConfig`; `trained`: never."""
-        del prefix_tokens, trained
+        del trained
         precision = self.precision("denoise", spec, QUANTISED["denoise"]["native"])
         form = ("denoise", precision)
         weights = self.weights(form, lambda: LoopWeights.of(self.model, precision))
         tables = self.weights(
             (*form, schedule, max_weight), lambda: step_tables(self.model, weights, schedule, max_weight)
         )
-        return MolmoLoop(weights, tables, self.model.config, batch)
+        return MolmoLoop(weights, tables, self.model.config, batch, prefix_tokens)

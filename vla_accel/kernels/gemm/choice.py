@@ -105,7 +105,7 @@ def why_no_hopper_gemm(rows: int, weights: Linear, activation: Activation, *, in
 
     Args:
         rows: rows of x.
-        activation: NONE, GELU, GEGLU or SWIGLU.
+        activation: one that the Hopper GEMM has.
         inside: whether the product norms its input or adds to the residual.
     """
     runtime = current(weights.weight)
