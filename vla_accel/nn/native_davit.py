@@ -130,10 +130,10 @@ class StageProgram:
         w, stage = self.weights, self.weights.stage
         if stage.norm_first:
             _, image = ops.add_layer_norm(image, None, None, *w.norm, _EPS)
-        made = ops.conv(image, w.conv, stage.stride, stage.padding) + w.bias
+        made = ops.conv(image, w.conv, stage.stride, stage.padding)
+        torch.add(made, w.bias, out=self.x)
         if not stage.norm_first:
-            _, made = ops.add_layer_norm(made, None, None, *w.norm, _EPS)
-        self.x.copy_(made)
+            self.x.copy_(ops.add_layer_norm(self.x, None, None, *w.norm, _EPS)[1])
         with self.chain:
             for index, half in enumerate(w.halves):
                 self._half(index, half)
