@@ -115,11 +115,12 @@ def test_calibrated_vision_and_prompt_are_near(folder: Path) -> None:
     low, _ = random_policy("molmoact2", config, model=policy_of(folder, precision="bf16").model)
     assert low.checkpoint.scales is not None
     assert list(low.checkpoint.scales.amax) == calibrated_products(exact.model.config)
-    details = {e["component"]: str(e["detail"]) for e in low.ledger.as_list()}
-    assert details["kv_cache"].endswith("FP8: o_proj, gate_up_proj, down_proj")
     seen = [bench_card(low.family).random_observation(low.processor, np.random.default_rng(i)) for i in range(2)]
     plain, _ = random_policy("molmoact2", PolicyConfig(device="cpu"), model=exact.model)
     assert compare(low, plain, seen, name="fp8").actions.cosine > 0.99
+    details = {e["component"]: str(e["detail"]) for e in low.ledger.as_list()}
+    assert details["kv_cache"].endswith("FP8: o_proj, gate_up_proj, down_proj")
+    assert details["vision"].endswith("FP8: qkv_proj, out_proj, fc1, fc2")
 
 
 def test_placed_steps_are_another_flow(folder: Path) -> None:

@@ -163,7 +163,9 @@ def folded_block(model: Network, name: str, block: Block, *, keys_values_only: b
         made = TransformerBlock(block).requires_grad_(False).eval()
     names, norm_of = block.names, {block.names.qkv: block.names.norm, block.names.up: block.names.mlp_norm}
     for part, module in list(made.named_children()):
-        if keys_values_only and part not in (names.qkv, names.norm):
+        if part in ("q_norm", "k_norm"):  # of heads, and folded into nothing
+            module.weight = _parameter(model.weight(f"{name}.{part}.weight"))
+        elif keys_values_only and part not in (names.qkv, names.norm):
             delattr(made, part)
         elif isinstance(module, nn.Linear):
             weight, bias = product_of(model, f"{name}.{part}", block)
