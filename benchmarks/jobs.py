@@ -184,8 +184,8 @@ def families(only: str = "") -> list[Job]:
               "--calls 50 --profile", "lerobot"),
         timed("evo1", "--model evo1 --systems native-bf16,native-fp8,native-int8-denoise,eager,lerobot-eager "
               "--views 2 --steps 32,10 --batch 1,2,4 --calls 40 --profile", "lerobot"),
-        timed("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 "
-              "--steps 10,3 --calls 40 --profile", "lerobot"),
+        timed("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,native-fp8-vision,eager,lerobot-eager "
+              "--views 2 --steps 10,3 --calls 40 --profile", "lerobot"),
         timed("fastwam", "--model fastwam --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 "
               "--steps 10,3 --calls 40 --profile", "lerobot"),
         timed("xvla", "--model xvla --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-eager-bf16 "

@@ -166,10 +166,9 @@ def molmo(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     found = {}
     with steered("triton", META):
         shape = PromptShape(batch, Schedule.uniform(2), 2, 96, True)
-        for component in MOLMOACT2.components(model, shape, store=MOLMOACT2.store_class(model, None)):
+        for component in MOLMOACT2.components(model, shape, store=MOLMOACT2.store_class(model, scales_of_any())):
             assert component.native is not None
-            precise = precision if component.name == "denoise" else "auto"
-            program: Any = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
+            program: Any = component.native(EngineSpec("native", precision=precision))  # type: ignore[arg-type]
             getattr(program, "stack", program).chain.early = gpu.dependent_launch
             tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
             found[component.name] = recorded(partial(program, tensors, tensors))

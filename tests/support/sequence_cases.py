@@ -65,9 +65,9 @@ def _norm_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int
 
 def _causal(
     batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, padding: tuple[int, ...] | None = None,
-    islands: tuple[slice, ...] = (),
+    islands: tuple[slice, ...] = (), scale: float | None = None,
 ) -> Callable:  # fmt: skip
-    """`padding`: rows before the first real one; `islands`: rows that see each other."""
+    """`padding`: rows before the first real one; `islands`: rows that see each other; `scale`: of an FP8 output."""
 
     def call(draw: Draw) -> Call:
         whole = draw(batch, tokens, heads + 2 * kv_heads, head_dim)
@@ -76,12 +76,13 @@ def _causal(
             name: Part(whole, lambda t, a=a, b=b: t[:, :, a:b])
             for name, a, b in zip("qkv", ends[:-1], ends[1:], strict=True)
         }
-        out = Empty((batch, tokens, heads * head_dim), draw.dtype)
+        out = Empty((batch, tokens, heads * head_dim), draw.dtype if scale is None else FP8)
         starts = None if padding is None else torch.tensor(padding, dtype=torch.int32)
         together = torch.zeros(tokens, dtype=torch.int32) if islands else None
         for island in islands:
             together[island] = 1  # type: ignore[index]
-        return Call("causal_attention", {**parts, "out": out, "starts": starts, "together": together}, ("out",))
+        more = {"out": out, "starts": starts, "together": together, "inverse_scale": scale}
+        return Call("causal_attention", {**parts, **more}, ("out",))
 
     return call
 
@@ -228,6 +229,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     ]
     for shape in causal:
         yield f"causal_attention {shape}", _causal(*shape)
+    yield "causal_attention fp8", _causal(1, 40, 4, 2, 16, scale=200.0)
     for shape in ((3, 20), (1, 6)):
         yield f"gelu, exact {shape}", _gelu(*shape)
     for rows, n, k, what in (

@@ -155,11 +155,12 @@ def attention(
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None, together: Tensor | None = None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None, together: Tensor | None,
+    inverse_scale: float | None,
+) -> None:  # fmt: skip
     """See `vla_accel.kernels.attention.ops.causal_attention`."""
     tile = FlashTile(64 if q.shape[1] > 32 else 16, 64, 4, 2)
-    _launch((q, k, v, out, starts), (None, together), None, Mask(k.shape[1], causal=True), tile)
+    _launch((q, k, v, out, starts), (None, together), inverse_scale, Mask(k.shape[1], causal=True), tile)
 
 
 def _launch(
