@@ -60,7 +60,7 @@ EVAL_IMPORTS = {
     "harness": set(),
     "libero": {"harness"},
     "demo": {"harness", "libero"},
-    "lerobot": {"libero"},
+    "lerobot": {"harness", "libero"},
     "benchmarks": {"harness"},
 }
 EVAL_ALLOWED = {
@@ -69,7 +69,7 @@ EVAL_ALLOWED = {
         *("cli", "client", "latency", "machine", "measure", "policy", "progress", "remote", "report", "tune", "view"),
     },
     "libero": {"cli"},
-    "lerobot": {"cli", "server"},
+    "lerobot": {"cli"},
     "demo": {
         *("checkpoints", "cli", "engines", "families", "fp8", "kernels", "machine", "measure", "nn", "policy"),
         "transforms",
