@@ -109,13 +109,14 @@ class Arm:
         return [0.5] * 6 + [1.0]
 
 
-def test_pushes_are_executed_but_not_recorded() -> None:
-    arm, goal = Arm(90), 90
+@pytest.mark.parametrize("goal", [70, 75, 80, 85, 90])
+def test_pushes_are_executed_but_not_recorded(goal: int) -> None:
+    arm = Arm(goal)
     chosen = record.Arguments(Path(), Path(), noise=0.0, pushes=1.0)
     parts = record.demonstrate(arm, arm, chosen, 0, 220)
     recorded = [int(step["images"][0, 0, 0, 0]) for part in parts for step in part]
     pushed = [tick for tick, action in enumerate(arm.executed) if action[3] == 0]
-    assert len(parts) > 2 and [len(part) for part in parts[:-1]] == [record.SHORTEST] * (len(parts) - 1)
+    assert len(parts) > 2 and {len(part) for part in parts[:-1]} == {record.SHORTEST}
     assert sorted(recorded + pushed) == list(range(len(arm.executed))), "an action is recorded or is part of a push"
     assert len(arm.executed) == goal + record.AFTER - 1 and max(pushed) < goal, "a push after the goal could undo it"
     assert all(action[-1] == 1.0 for action in arm.executed), "a push keeps the gripper's command"
