@@ -40,7 +40,7 @@ remote: transforms view
 client: remote transforms
 server: config remote transforms view
 policy: component config engines families fp8 kernels latency ledger machine nn remote runtime transforms
-attachment: checkpoints config families nn policy transforms
+attachment: checkpoints config families machine nn policy transforms
 measure: checkpoints client component config engines families fp8 kernels latency machine nn policy progress remote
     server transforms
 tune: config engines fp8 kernels measure policy
