@@ -189,7 +189,7 @@ def test_nothing_is_searched_where_the_kernel_cannot_run_or_gains_nothing() -> N
     assert hopper.searched(H200, BF16, NONE, 576, 2048, 2048) != []
 
 
-@pytest.mark.parametrize("rows", [33, 50, 80, 200, 512, 1000])
+@pytest.mark.parametrize("rows", [17, 32, 33, 50, 80, 200, 512, 1000])
 def test_configs_for_few_rows_run_and_keep_the_gpu_busy(rows: int) -> None:
     """Weight rows, K, and rows of a group of pairs, of π0's and π0.5's expert."""
     for n, k, paired in ((2560, 1024, 256), (1024, 2048, 0), (8192, 1024, 8192), (1024, 4096, 0)):
@@ -208,7 +208,7 @@ def test_configs_for_few_rows_run_and_keep_the_gpu_busy(rows: int) -> None:
 def test_elsewhere_there_are_no_configs_for_few_rows() -> None:
     for gpu in (None, A100, GPUS["B200"], H200.portable):
         assert few_rows(gpu, 160, 1024, 2048) == []
-    assert few_rows(H200, 32, 1024, 2048) == [] != few_rows(H200, 33, 1024, 2048)
+    assert few_rows(H200, 16, 1024, 2048) == [] != few_rows(H200, 17, 1024, 2048)
     for n, k, paired in ((720, 1024, 0), (1024, 1020, 0), (2400, 1024, 48)):
         assert few_rows(H200, 160, n, k, paired) == []
 
