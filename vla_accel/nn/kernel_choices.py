@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vla_accel.kernels.attention import config as attention_config
-from vla_accel.kernels.attention.config import CrossShape, SuffixShape
+from vla_accel.kernels.attention.config import CrossShape, NormedShape, SuffixShape
 from vla_accel.kernels.attention.suffix import suffix_workspace
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.config import measure
@@ -57,7 +57,7 @@ class KernelChoices:
 
     def product(
         self, kind: str, sizes: GemmSizes, run: Callable[[], object], *, every_backend: bool = False,
-        moments: Callable[[int], Moments] | None = None,
+        moments: Callable[[int], Moments | None] | None = None,
     ) -> None:  # fmt: skip
         """Choose the config of a product.
 
@@ -65,8 +65,8 @@ class KernelChoices:
             run: runs the product in all layers with the current choices.
             every_backend: whether to measure cuBLAS and the Hopper GEMM as well, for many rows. The product must read
                 or write moments.
-            moments: allocates the moments that the product writes, in tiles of so many columns. Products of `Skinny`
-                write none.
+            moments: allocates the moments that the product writes, in tiles of so many columns, or returns None if
+                these do not fit. Products of `Skinny` write none.
         """
         gpu = current(self.device).gpu
 
@@ -94,6 +94,11 @@ class KernelChoices:
     def crossing(self, kind: str, sizes: CrossShape, run: Callable[[], object]) -> None:
         """Choose the config of `cross_attention`. `run`: as of `product`."""
         choices = [Choice(config) for config in attention_config.cross_tiles(current(self.device).gpu, sizes)]
+        self._choose(kind, str(sizes), choices, run, 1)
+
+    def normed_attention(self, kind: str, sizes: NormedShape, run: Callable[[], object]) -> None:
+        """Choose the config of `normed_attention`. `run`: as of `product`."""
+        choices = [Choice(config) for config in attention_config.normed_tiles(current(self.device).gpu, sizes)]
         self._choose(kind, str(sizes), choices, run, 1)
 
     def _choose(self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int) -> Any:
