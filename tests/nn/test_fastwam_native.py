@@ -17,7 +17,7 @@ from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
 from vla_accel.families.fastwam.components import FastWamShape, components
 from vla_accel.families.fastwam.native import FastWamStore, NativeActions, NativeReader
-from vla_accel.families.fastwam.network import FastWamConfig
+from vla_accel.families.fastwam.network import FastWam, FastWamConfig
 from vla_accel.images.autoencoder import WanEncoderConfig
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.wan import WanConfig
@@ -65,6 +65,7 @@ def test_a_layer_of_the_first_step_reads_the_video_after_its_turn() -> None:
     config = FastWamConfig(vae, video, action, (2 * 2 * vae.scale, 4 * vae.scale), 32, action_horizon=5)
     model = bench_card(family_named("fastwam")).random(config, seed=0, device="cpu", dtype=torch.float32)
     shape = FastWamShape(1, Schedule.uniform(2), 2, config.image_size, config.context_rows(7))
+    assert isinstance(model, FastWam)
     reading, denoising = components(model, shape, FastWamStore(model))[1:]
     with torch.inference_mode():
         reader, actions = (part.native(EngineSpec("native")) for part in (reading, denoising) if part.native)

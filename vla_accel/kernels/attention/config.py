@@ -282,16 +282,17 @@ class NormedTile:
 
     def cost(self, gpu: Gpu | None, sizes: NormedShape) -> tuple[float, ...]:
         blocks = sizes.batch * sizes.heads * -(-sizes.tokens // self.queries)
-        return imbalance(gpu, blocks), -self.keys, self.warps
+        turns = -(-sizes.prefix_tokens // self.keys) + (-(-sizes.tokens // self.own) if sizes.own else 0)
+        return imbalance(gpu, blocks), turns, self.warps
 
 
 def normed_tiles(gpu: Gpu | None, shape: NormedShape) -> list[NormedTile]:
     """Return the configs worth measuring, all of which the GPU can run, the one to use unmeasured first."""
     most = max(16, power_of_two(shape.prefix_tokens))
     queries = [count for count in (16, 32, 64) if count < 2 * max(16, shape.tokens)]
-    own = min(64, max(16, power_of_two(shape.tokens)))
+    # A thread has no registers to norm and rotate more keys at a time.
     tiles = (
-        NormedTile(count, keys, own, warps)
+        NormedTile(count, keys, min(8 * warps, max(16, power_of_two(shape.tokens))), warps)
         for count, keys, warps in itertools.product(queries, dict.fromkeys((min(most, 128), min(most, 64))), (4, 8))
     )
     return cheapest((tile for tile in tiles if tile.why_not(gpu, shape) is None), gpu, shape, MOST_MEASURED)
