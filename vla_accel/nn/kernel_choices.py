@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vla_accel.kernels.attention import config as attention_config
-from vla_accel.kernels.attention.config import CrossShape, NormedShape, SuffixShape
+from vla_accel.kernels.attention.config import CrossShape, SuffixShape
 from vla_accel.kernels.attention.suffix import suffix_workspace
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.config import measure
@@ -64,7 +64,7 @@ class KernelChoices:
         Args:
             run: runs the product in all layers with the current choices.
             every_backend: whether to measure cuBLAS and the Hopper GEMM as well, for many rows. The product must read
-                or write moments.
+                or write moments, or have weights of one byte, which cuBLAS does not take.
             moments: allocates the moments that the product writes, in tiles of so many columns, or returns None if
                 these do not fit. Products of `Skinny` write none.
         """
@@ -96,9 +96,8 @@ class KernelChoices:
         choices = [Choice(config) for config in attention_config.cross_tiles(current(self.device).gpu, sizes)]
         self._choose(kind, str(sizes), choices, run, 1)
 
-    def normed_attention(self, kind: str, sizes: NormedShape, run: Callable[[], object]) -> None:
-        """Choose the config of `normed_attention`. `run`: as of `product`."""
-        choices = [Choice(config) for config in attention_config.normed_tiles(current(self.device).gpu, sizes)]
+    def way(self, kind: str, sizes: object, choices: Sequence[Choice], run: Callable[[], object]) -> None:
+        """Choose how several ops of a layer run, for example as one kernel or apart. `run`: as of `product`."""
         self._choose(kind, str(sizes), choices, run, 1)
 
     def _choose(self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int) -> Any:

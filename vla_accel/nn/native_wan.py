@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.config import NormedShape
+from vla_accel.kernels.attention.config import NormedShape, normed_tiles
 from vla_accel.kernels.attention.normed import HeadsNorm, Keys, normed_attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.config import gemm_sizes
@@ -26,12 +26,13 @@ from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.loop.tables import LayerTables
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance, flow_step
 from vla_accel.kernels.rows.rows import NormedHeads, norm_heads
-from vla_accel.nn.kernel_choices import KernelChoices
+from vla_accel.nn.kernel_choices import Choice, KernelChoices
 from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct
 from vla_accel.nn.network import Network
 from vla_accel.nn.overlap import Overlap
 from vla_accel.nn.wan import WanConfig
 from vla_accel.nn.weights import BlockWeights, compute_dtype, fold, plain_input, weights_in
+from vla_accel.runtime import current
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class TextProgram:
         if weights.keys_values.weight_scale is not None:
             choices = KernelChoices(x.device, chain)
             sizes = gemm_sizes(self.embedded, weights.keys_values)
-            choices.product("text", sizes, lambda: self._project(**choices["text"].options))
+            choices.product("text", sizes, lambda: self._project(**choices["text"].options), every_backend=True)
             self.options = choices["text"].options
 
     def __call__(self, context: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -232,7 +233,8 @@ class WanLoop(LayerLoop):
             ("text", self._look_at_text, False, inputs["text_keys"].shape[2]),
         ):
             shape = NormedShape(self.batch, tokens, keys, config.heads, config.head_dim, size, own)
-            self.choices.normed_attention(name, shape, lambda run=run: [run(i, inputs) for i in range(self.depth)])
+            choices = [Choice(tile) for tile in normed_tiles(current(self.x).gpu, shape)]
+            self.choices.way(name, shape, choices, lambda run=run: [run(i, inputs) for i in range(self.depth)])
 
     def _attend(self, step: int, index: int, inputs: Inputs) -> None:
         self._qkv(step, index, inputs)

@@ -118,6 +118,18 @@ def post_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *
 
 
 @op(_TRITON)
+def project_normed(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, eps: float) -> None:
+    """out = LayerNorm(x) weightᵀ + bias in float32, for a few columns. The norm has no weights.
+
+    Args:
+        x: (R, W).
+        weight, bias: (A, W) and (A,) float32.
+        out: (R, A) float32.
+    """
+    out.copy_(normed(x, True, eps).to(out.dtype) @ weight.to(out.dtype).T + bias.to(out.dtype))
+
+
+@op(_TRITON)
 def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
     """Add y (B, I, W) to the rows `places` (I,) int64, all different, of every S rows of x (B * S, W)."""
     x.view(len(y), -1, x.shape[1]).index_add_(1, places, y.to(x.dtype))
@@ -215,6 +227,16 @@ def norm_heads(
         k = reference.apply_rope(k.view(-1, len(cos), heads, k.shape[2] // heads), cos, sin).view(k.shape)
     for part, out in ((k, into.k), (v, into.v)):
         out.copy_(part.transpose(0, 1).reshape(out.shape))
+
+
+@op(_TRITON)
+def norm_rows(x: Tensor, out: Tensor, *, heads: int, eps: float) -> None:
+    """out = RMSNorm of the rows x (R, W) and then, of several `heads`, RMSNorm of each head. The norms have no
+    weights."""
+    value = normed(x, False, eps)
+    if heads > 1:
+        value = normed(value.unflatten(1, (heads, -1)), False, eps)
+    out.copy_(value.reshape(out.shape))
 
 
 # -- what references share --------------------------------------------------------------------------------------------

@@ -131,6 +131,28 @@ def post_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *
 
 
 @triton.jit
+def _project_normed(tensors, eps, WIDTH: constexpr, OUTS: constexpr, PDL: constexpr):
+    x_ptr, weight_ptr, bias_ptr, out_ptr = tensors
+    let_next_start(PDL)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, triton.next_power_of_2(WIDTH))
+    keep = column < WIDTH
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
+    centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
+    h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    for first in range(0, OUTS, 8):
+        n = first + tl.arange(0, 8)
+        weights = tl.load(weight_ptr + n[:, None] * WIDTH + column[None, :], mask=(n < OUTS)[:, None] & keep, other=0.0)
+        sums = tl.sum(weights * h[None, :], 1) + tl.load(bias_ptr + n, mask=n < OUTS, other=0.0)
+        tl.store(out_ptr + row * OUTS + n, sums, mask=n < OUTS)
+
+
+def project_normed(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, eps: float) -> None:
+    rows, width = x.shape
+    launch(_project_normed, (rows,), (x, weight, bias, out), eps, width, len(weight), num_warps=4)
+
+
+@triton.jit
 def _embed_norm(sources, x_ptr, h_ptr, scales, IMAGES: constexpr, LENGTH: constexpr, WIDTH: constexpr):
     row = tl.program_id(0)
     image_ptr, token_ptr, table_ptr, state_ptr, length_ptr = sources
@@ -316,6 +338,26 @@ def norm_heads(
     tokens, tensors = 1 if rope is None else len(rope[0]), (into.k, into.v, into.norm)
     sizes = (tokens, heads, x.shape[1] // (4 * heads), layers)
     launch(_norm_heads, (len(x),), x, tensors, rope or (None, None), eps, len(x), *sizes, num_warps=4)
+
+
+@triton.jit
+def _norm_rows(x_ptr, out_ptr, eps, HEADS: constexpr, DIM: constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    d = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+    real = (head < HEADS) & (d < DIM)
+    place = row * (HEADS * DIM) + head * DIM + d
+    x = tl.load(x_ptr + place, mask=real, other=0.0).to(tl.float32)
+    by_head = tl.sum(x * x, 1)
+    rstd = tl.rsqrt(tl.sum(by_head, 0) / (HEADS * DIM) + eps)
+    x *= rstd
+    if HEADS > 1:
+        x *= tl.rsqrt(by_head * rstd * rstd / DIM + eps)[:, None]
+    tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def norm_rows(x: Tensor, out: Tensor, *, heads: int, eps: float) -> None:
+    launch(_norm_rows, (len(x),), x, out, eps, heads, x.shape[1] // heads, num_warps=4)
 
 
 @triton.jit
