@@ -209,10 +209,10 @@ def _why_no_epilogue(x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue
         return "a paired weight has no shift"
     if not e.residual and (e.gate is not None or e.next_scale is not None):
         return "a gate and the next norm's scale come with a residual"
-    if e.moments is not None and (e.activation.gated or e.rope is not None or out.dtype == _FP8):
-        return "moments are of rows of 16 bits, neither gated nor rotated"
     if e.residual and (e.activation is not Activation.NONE or out.dtype == _FP8 or norm is not None):
         return f"only a plain product is added to a residual, got {e.activation} into {out.dtype}"
+    if e.moments is not None and (e.activation.gated or e.rope is not None or out.dtype == _FP8):
+        return "moments are of rows of 16 bits, neither gated nor rotated"
     if e.moments is not None and (reason := _why_no_moments(e.moments, out)):
         return reason
     if e.moments is not None and e.moments.columns != MOMENTS_OF:
