@@ -142,7 +142,7 @@ def _wide_norm(batch: int, tokens: int, heads: int, head_dim: int, rotated: bool
     return call
 
 
-def _normed_attention(
+def normed_attention(
     batch: int, tokens: int, source: int, heads: int, head_dim: int, what: str, columns: int, tile: NormedTile | None
 ) -> Callable:
     """`what`: letters of own keys, rope, bias and cache. `columns`: of the moments' tiles; 0: parts are rows."""
@@ -254,7 +254,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         (2, 20, 0, 3, 8, "krc", 4, NormedTile(16, 16, 16, 4)), (1, 7, 70, 2, 48, "b", 32, NormedTile(16, 64, 16, 4)),
         (2, 3, 20, 1, 16, "", 0, None), (1, 18, 3, 2, 6, "krc", 0, None),
     ):  # fmt: skip
-        yield f"normed_attention {case}", _normed_attention(*case)
+        yield f"normed_attention {case}", normed_attention(*case)
     causal: list[tuple[Any, ...]] = [
         (2, 33, 4, 2, 16),
         (1, 1, 2, 1, 6),
