@@ -163,10 +163,13 @@ def test_gated_products_take_an_rms_norm_in(activation: Activation) -> None:
                 check_norms_inside(tiling, torch.bfloat16, rows, 640, 1152, activation)
 
 
-@pytest.mark.parametrize(("n", "activation"), [(6144, Activation.GELU), (4608, Activation.NONE)])
-def test_few_rows_take_a_modulated_layer_norm_in(n: int, activation: Activation) -> None:
-    """GR00T's denoise loop: its shift is a constant of the step."""
-    rows, k, gpu = 41, 1536, Gpu.of(DEVICE)
+@pytest.mark.parametrize(("rows", "n", "k", "activation"), [
+    (41, 6144, 1536, Activation.GELU), (41, 4608, 1536, Activation.NONE), (32, 9216, 1024, Activation.NONE),
+    (32, 3072, 1024, Activation.NONE),
+])  # fmt: skip
+def test_few_rows_take_a_modulated_layer_norm_in(rows: int, n: int, k: int, activation: Activation) -> None:
+    """The denoise loops of GR00T and FastWAM: the shift is a constant of the step. Plain products write moments."""
+    gpu = Gpu.of(DEVICE)
     draw = torch.Generator(device=DEVICE).manual_seed(n)
     x = (torch.randn(rows, k, device=DEVICE, generator=draw) + 1).bfloat16()
     weight = (torch.randn(n, k, device=DEVICE, generator=draw) * k**-0.5).bfloat16()
@@ -176,8 +179,12 @@ def test_few_rows_take_a_modulated_layer_norm_in(n: int, activation: Activation)
     want = F.gelu(want, approximate="tanh") if activation is Activation.GELU else want
     for tile in few_rows(gpu, rows, n, k):
         out = torch.full((rows, n), float("nan"), device=DEVICE, dtype=torch.bfloat16)
-        times(x, Linear(weight), out, tile, norm, shift=shift, activation=activation)
+        moments = Moments.like(out) if activation is Activation.NONE else None
+        times(x, Linear(weight), out, tile, norm, shift=shift, activation=activation, moments=moments)
         assert (out.float() - want).norm() / want.norm() < 0.006, str(tile)
+        if moments is not None:
+            real = moments_of(out, None, 64)
+            torch.testing.assert_close(moments.squares, real.squares, atol=1e-3, rtol=1e-5)
 
 
 WIDENED = (

@@ -57,7 +57,7 @@ class KernelChoices:
 
     def product(
         self, kind: str, sizes: GemmSizes, run: Callable[[], object], *, every_backend: bool = False,
-        moments: Callable[[int], Moments] | None = None,
+        moments: Callable[[int], Moments | None] | None = None,
     ) -> None:  # fmt: skip
         """Choose the config of a product.
 
@@ -65,8 +65,8 @@ class KernelChoices:
             run: runs the product in all layers with the current choices.
             every_backend: whether to measure cuBLAS and the Hopper GEMM as well, for many rows. The product must read
                 or write moments, or have weights of one byte, which cuBLAS does not take.
-            moments: allocates the moments that the product writes, in tiles of so many columns. Products of `Skinny`
-                write none.
+            moments: allocates the moments that the product writes, in tiles of so many columns, or returns None if
+                these do not fit. Products of `Skinny` write none.
         """
         gpu = current(self.device).gpu
 
