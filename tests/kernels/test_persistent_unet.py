@@ -132,6 +132,7 @@ MISTAKES = {
     "no residual": ("floats_of(added[r][c]))", "zero)", ""),
     "the condition of another step": ("(u64)step.index * c.films", "(u64)0 * c.films", ""),
     "the noise of another step": ("c.noise + (step + 1)", "c.noise + step", ""),
+    "a block leaves out what it stores": (" && !p.front.kept", "", "wait for ever"),
     "a kept map is not stored": ("int turn = kept ?", "int turn = false ?", "wait for ever"),
 }  # fmt: skip
 

@@ -353,6 +353,11 @@ __device__ __forceinline__ Share tiles_of(const Call& c, int phase, const Produc
   // The second product begins with the last block, so that no block has the rest of both.
   return phase == c.count ? Share{0, q.tiles} : deal(q.tiles, second ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x);
 }
+// A block without tiles leaves a phase out, so that others read faster, unless it stores a part of the input.
+__device__ __forceinline__ bool idle(const Call& c, const Phase& p, int phase) {
+  const int tiles = tiles_of(c, phase, p.first, false).count + tiles_of(c, phase, p.second, true).count;
+  return tiles == 0 && !p.front.kept && !p.behind.kept;
+}
 __device__ __forceinline__ bool ends(const Call& c, int step) { return step + 1 < c.steps || blockIdx.x == 0; }
 
 __device__ __forceinline__ void produce(const Call& c) {
@@ -384,6 +389,7 @@ __device__ __forceinline__ void consume(const Call& c) {
     for (int i = 0; i < c.count + ends(c, index); ++i) {
       const Step step{index};
       const Phase& p = phase_of(i);
+      if (idle(c, p, i)) continue;
       make_input(c, p, step);
 #pragma unroll 1
       for (int second = 0; second < 2; ++second) {
