@@ -81,6 +81,7 @@ def used(policy: OptimizedPolicy) -> set[str]:
         (OPENVLA_OFT, {}), (OPENVLA_OFT, {"decode": "fp8"}),
         (DIFFUSION_POLICY, {}), (DIFFUSION_POLICY, {"denoise": "int8"}),
         (MOLMOACT2, {}), (MOLMOACT2, {"denoise": "fp8"}), (MOLMOACT2, {"denoise": "int8"}),
+        (MOLMOACT2, {"vision": "fp8", "kv_cache": "fp8"}),
         (FASTWAM, {}), (FASTWAM, {"kv_cache": "fp8"}), (FASTWAM, {"kv_cache": "fp8", "denoise": "fp8"}),
         (XVLA, {}), (XVLA, {"denoise": "fp8"}),
         (MULTI_TASK_DIT, {}), (MULTI_TASK_DIT, {"denoise": "fp8"}), (MULTI_TASK_DIT, {"denoise": "int8"}),

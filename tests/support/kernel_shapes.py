@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.support import sequence_cases
+from tests.support import molmo_cases, sequence_cases
 from tests.support.kernel_calls import Call, Draw, check, outputs_of
 from tests.support.kernel_cases import (
     CASES,
@@ -39,7 +39,8 @@ PREFIXES = (
 )  # fmt: skip
 TOWERS = (
     (2, 256, 16, 72), (3, 256, 16, 72), (1, 256, 1, 72), (5, 255, 2, 72), (1, 129, 3, 80), (4, 256, 4, 64),
-    (2, 200, 3, 40), (1, 257, 3, 72), (1, 1024, 2, 72), (1, 33, 2, 16),
+    (2, 200, 3, 40), (1, 257, 3, 72), (1, 1024, 2, 72), (1, 33, 2, 16), (1, 262, 16, 64), (2, 320, 2, 64),
+    (1, 300, 2, 80), (1, 321, 2, 64),
 )  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def _wide() -> Cases:
             yield f"self-attention {shape} fp8={scale is not None}", _self_attention(*shape, scale)
 
 
-TALL: dict[str, Callable[[Draw], Call]] = {**sequence_cases.CASES, **dict(_tall())}
+TALL: dict[str, Callable[[Draw], Call]] = {**sequence_cases.CASES, **molmo_cases.CASES, **dict(_tall())}
 CONFIGS: dict[str, Callable[[Draw], Call]] = dict(_configs())
 WIDE: dict[str, Callable[[Draw], Call]] = {**TALL, **CONFIGS, **dict(_wide())}
 assert len(WIDE) == len(TALL) + len(CONFIGS) + len(dict(_wide())) and not WIDE.keys() & CASES.keys(), (

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from tests.support.kernel_calls import EPS, Call, Draw, Empty, Part, Same, eight_bit
+from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, eight_bit
 from tests.support.kernel_cases import moments_of
 from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.attention.maps import Windows
 from vla_accel.kernels.gemm.config import Pipelined
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance
+from vla_accel.kernels.rows.mix import Head, Mix, MixedInput
 from vla_accel.kernels.rows.rows import HeadNorms, NormedHeads, rope_tables
 
 
@@ -63,9 +65,9 @@ def _norm_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int
 
 def _causal(
     batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, padding: tuple[int, ...] | None = None,
-    islands: tuple[slice, ...] = (),
+    islands: tuple[slice, ...] = (), scale: float | None = None,
 ) -> Callable:  # fmt: skip
-    """`padding`: rows before the first real one; `islands`: rows that see each other."""
+    """`padding`: rows before the first real one; `islands`: rows that see each other; `scale`: of an FP8 output."""
 
     def call(draw: Draw) -> Call:
         whole = draw(batch, tokens, heads + 2 * kv_heads, head_dim)
@@ -74,12 +76,13 @@ def _causal(
             name: Part(whole, lambda t, a=a, b=b: t[:, :, a:b])
             for name, a, b in zip("qkv", ends[:-1], ends[1:], strict=True)
         }
-        out = Empty((batch, tokens, heads * head_dim), draw.dtype)
+        out = Empty((batch, tokens, heads * head_dim), draw.dtype if scale is None else FP8)
         starts = None if padding is None else torch.tensor(padding, dtype=torch.int32)
         together = torch.zeros(tokens, dtype=torch.int32) if islands else None
         for island in islands:
             together[island] = 1  # type: ignore[index]
-        return Call("causal_attention", {**parts, "out": out, "starts": starts, "together": together}, ("out",))
+        more = {"out": out, "starts": starts, "together": together, "inverse_scale": scale}
+        return Call("causal_attention", {**parts, **more}, ("out",))
 
     return call
 
@@ -162,6 +165,49 @@ def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
     return call
 
 
+def _mixed(batch: int, tokens: int, horizon: int, width: int, actions: int, what: str) -> Callable:
+    """`what`: letters of first, last and 8 for rows in FP8."""
+
+    def call(draw: Draw) -> Call:
+        shape, last, rows = (batch, horizon, actions), "l" in what, (batch * tokens, width)
+        arguments = {
+            "x": Empty(rows, draw.dtype) if "f" in what else draw(*rows),
+            "h": Empty(rows, FP8 if "8" in what else draw.dtype),
+            "head": Head(draw.wide(actions, width, scale=width**-0.5), draw.wide(actions), EPS),
+            "noise": draw.wide(*shape),
+            "into": MixedInput(
+                draw.wide(actions, width, scale=actions**-0.5), draw.wide(batch, horizon, width), draw.wide(width),
+                draw(batch, tokens - horizon, width),
+            ),
+            "actions": Empty(shape, torch.float32), "at": Mix(0.75, first="f" in what, last=last),
+            "inverse_scale": 30.0 if "8" in what else None,
+        }  # fmt: skip
+        return Call("mix_step", arguments, ("actions",) if last else ("x", "h"))
+
+    return call
+
+
+def _by_windows(maps: int, height: int, width: int, side: int, heads: int, head_dim: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        pixels, columns = height * width, heads * head_dim
+        arguments = {
+            "qkv": draw(maps, pixels, 3 * columns), "padding": draw(3 * columns),
+            "out": Empty((maps, pixels, columns), draw.dtype), "windows": Windows(height, width, side), "heads": heads,
+        }  # fmt: skip
+        return Call("window_attention", arguments, ("out",))
+
+    return call
+
+
+def _by_channels(maps: int, pixels: int, groups: int, channels: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        out = Empty((maps, pixels, groups * channels), draw.dtype)
+        arguments = {"qkv": draw(maps, pixels, 3 * groups * channels), "out": out, "groups": groups}
+        return Call("channel_attention", arguments, ("out",))
+
+    return call
+
+
 def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for shape in ((2, 2, 3, 4, 2, 48), (1, 1, 2, 5, 1, 80)):
         yield f"patchify in squares {shape}", _patchify(*shape)
@@ -183,6 +229,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     ]
     for shape in causal:
         yield f"causal_attention {shape}", _causal(*shape)
+    yield "causal_attention fp8", _causal(1, 40, 4, 2, 16, scale=200.0)
     for shape in ((3, 20), (1, 6)):
         yield f"gelu, exact {shape}", _gelu(*shape)
     for rows, n, k, what in (
@@ -201,6 +248,14 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"measure {rows}x{width} scaled={scaled}", _measured(rows, width, scaled)
     for what in ("f", "", "l", "p", "gr", "fgr", "gl"):
         yield f"flow_step {what}", _flow(2, 6, 5, 40, 9, what)
+    for what in ("f", "", "l", "8", "f8"):
+        yield f"mix_step {what}", _mixed(2, 7, 3, 40, 9, what)
+    yield "mix_step of one row", _mixed(1, 2, 1, 64, 16, "")
+    # Windows that are whole, cut on both sides, and of a pixel alone.
+    for shape in ((2, 5, 7, 4, 3, 6), (1, 14, 14, 12, 2, 32), (1, 8, 4, 4, 1, 16), (1, 9, 17, 8, 2, 12)):
+        yield f"window_attention {shape}", _by_windows(*shape)
+    for shape in ((2, 35, 3, 6), (1, 150, 2, 32), (1, 1100, 1, 16)):
+        yield f"channel_attention {shape}", _by_channels(*shape)
 
 
 CASES: dict[str, Callable[[Draw], Call]] = dict(_cases())

@@ -64,7 +64,7 @@ class KernelChoices:
         Args:
             run: runs the product in all layers with the current choices.
             every_backend: whether to measure cuBLAS and the Hopper GEMM as well, for many rows. The product must read
-                or write moments.
+                or write moments, or have weights of one byte, which cuBLAS does not take.
             moments: allocates the moments that the product writes, in tiles of so many columns. Products of `Skinny`
                 write none.
         """
@@ -94,6 +94,10 @@ class KernelChoices:
     def crossing(self, kind: str, sizes: CrossShape, run: Callable[[], object]) -> None:
         """Choose the config of `cross_attention`. `run`: as of `product`."""
         choices = [Choice(config) for config in attention_config.cross_tiles(current(self.device).gpu, sizes)]
+        self._choose(kind, str(sizes), choices, run, 1)
+
+    def way(self, kind: str, sizes: object, choices: Sequence[Choice], run: Callable[[], object]) -> None:
+        """Choose how several ops of a layer run, for example as one kernel or apart. `run`: as of `product`."""
         self._choose(kind, str(sizes), choices, run, 1)
 
     def _choose(self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int) -> Any:

@@ -220,11 +220,12 @@ class StackPlan:
             if self.rope is not None:
                 rotate(self.qkv, *self.rope, block.heads, norms)
             q, keys, values = heads.split((block.heads, block.kv_heads, block.kv_heads), 2)
+        inverse_scale = weights.out.inverse_scale
         if self.attention is None:
             context = self.context.view(rows.batch, rows.tokens, -1)
-            return causal_attention(q, keys, values, context, lengths, rows.together)
+            return causal_attention(q, keys, values, context, lengths, rows.together, inverse_scale=inverse_scale)
         attend(
-            self.attention.backend, q, keys, values, self.context, lengths, inverse_scale=weights.out.inverse_scale,
+            self.attention.backend, q, keys, values, self.context, lengths, inverse_scale=inverse_scale,
             last=rows.state_last, tile=self.attention.tile,
         )  # fmt: skip
 

@@ -6,15 +6,15 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vla_accel.families.bench import (
-    BenchCard,
     DenoisingBench,
     DummyTokenizer,
     Infer,
@@ -23,9 +23,11 @@ from vla_accel.families.bench import (
 )
 from vla_accel.families.lerobot_bench import cached_model, importing
 from vla_accel.families.molmoact2.family import MOLMOACT2
-from vla_accel.families.molmoact2.network import MolmoAct2Config, molmoact2
+from vla_accel.families.molmoact2.network import MolmoAct2, MolmoAct2Config, molmoact2
 from vla_accel.families.molmoact2.transforms import MolmoProcessor, MolmoPrompt
 from vla_accel.fp8 import Scales
+from vla_accel.nn.calibration import PrefixMeasuring, measured_scales
+from vla_accel.nn.molmo_vision import MolmoVision
 from vla_accel.nn.random_weights import SHARP, Drawn
 from vla_accel.transforms.processing import Inputs
 
@@ -73,13 +75,28 @@ class MarkedTokenizer(DummyTokenizer):
         return [known.get(piece, zlib.crc32(piece.encode()) % least) for piece in _PIECES.findall(text)]
 
 
+class MolmoMeasuring(PrefixMeasuring[MolmoAct2]):
+    """Vision, of which blocks `levels` are read, and prefix."""
+
+    def image_tokens(self, inputs: Sequence[Sequence[Tensor]]) -> Generator[None, None, list[Tensor]]:
+        model, vision, found = self.model, self.model.vision, dict[int, list[Tensor]]()
+        assert isinstance(vision, MolmoVision)
+        for index, rows in enumerate(self.vision(inputs)):
+            if index in model.config.vision.levels:
+                found[index] = rows
+            yield
+        with model.present("pooling", "embed"):
+            kind = model.pooling.q_proj.weight.dtype
+            levels = [{level: rows[i].to(kind) for level, rows in found.items()} for i in range(len(inputs))]
+            return [model.project(vision.squares(one)).flatten(0, 1)[None] for one in levels]
+
+
 class MolmoAct2Bench(DenoisingBench[MolmoAct2Config]):
     """MolmoAct2."""
 
     family, drawn = MOLMOACT2, DrawnMolmo
     sizes: ClassVar = {"molmoact2": molmoact2}
-    quantised = ("native_fp8",)
-    aliases: ClassVar = {"native_fp8": "native_fp8_denoise"}
+    quantised = ("native_fp8", "native_fp8_vision", "native_fp8_denoise")
     baselines = tuple(LEROBOT_MODES)
 
     def published(self, horizon: int | None = None) -> MolmoAct2Config:
@@ -99,7 +116,7 @@ class MolmoAct2Bench(DenoisingBench[MolmoAct2Config]):
         return libero_observation(transforms, (side, side), rng)
 
     def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
-        return BenchCard.calibrate(self, model, inputs, source)
+        return measured_scales(MolmoMeasuring(model), [(i.images, i.tokens, i.state) for i in inputs], source)
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         return cached_model(_Lerobot, horizon, device).sampler(graph=LEROBOT_MODES[name], steps=steps)

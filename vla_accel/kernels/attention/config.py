@@ -166,8 +166,9 @@ def key_splits(gpu: Gpu | None, shape: SuffixShape) -> list[KeySplit]:
             split = deepest(KeySplit(rows, keys, tiles, 3, 4 if rows <= 32 else 8), (3, 2, 1), gpu, shape)
             found += [] if split is None else [split]
     found = cheapest(found, gpu, shape)
-    first = KeySplit(16, 64, 1, 1, 4) if shape.rows <= 128 else KeySplit(64, 64, 1, 1, 8)
-    whole = [] if first.why_not(gpu, shape) else [first]
+    low, tall = KeySplit(16, 64, 1, 1, 4), KeySplit(64, 64, 1, 1, 8)
+    whole = [tall] if shape.rows > 128 else [low, tall] if shape.rows > 32 else [low]
+    whole = [split for split in whole if split.why_not(gpu, shape) is None]
     # The sums of taller tiles fill the registers: programs that share keys would spill the parts that they store.
     parts = [split for split in found if split.rows <= 64][:MOST_MEASURED]
     best = [*whole, *parts] if shape.rows <= 128 else [*parts, *whole]

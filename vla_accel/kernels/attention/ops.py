@@ -65,8 +65,9 @@ def attention(
 
 @op("attention.triton_attention")
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None, together: Tensor | None = None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None, together: Tensor | None = None,
+    *, inverse_scale: float | None = None,
+) -> None:  # fmt: skip
     """Causal attention.
 
     Args:
@@ -82,7 +83,7 @@ def causal_attention(
     if starts is not None:
         real = torch.arange(q.shape[1], device=q.device) >= starts[:, None]
         mask = mask & (real[:, None] | torch.eye(q.shape[1], dtype=torch.bool, device=q.device))
-    out.copy_(reference.attention(q, k, v, mask).flatten(2).reshape(out.shape))
+    store(out, reference.attention(q, k, v, mask).flatten(2), inverse_scale)
 
 
 def attend(

@@ -102,7 +102,13 @@ def _attention(
     best = tl.full((TILE.queries,), -float("inf"), tl.float32)
     total = tl.full((TILE.queries,), 0.0, tl.float32)
     acc = tl.full((TILE.queries, H.block), 0.0, tl.float32)
-    for start in range(0, SOURCE, TILE.keys):
+    end = SOURCE
+    if MASK.causal:
+        # Only rows that see each other see keys after themselves.
+        end = tl.minimum((tl.program_id(0) + 1) * TILE.queries, SOURCE)
+        if together_ptr is not None:
+            end = tl.where(tl.max(tl.load(together_ptr + m, mask=m < tokens, other=0), 0) > 0, SOURCE, end)
+    for start in range(0, end, TILE.keys):
         key = start + n
         real = key < length
         place = base + key * k_strides[1]
@@ -149,11 +155,12 @@ def attention(
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None, together: Tensor | None = None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None, together: Tensor | None,
+    inverse_scale: float | None,
+) -> None:  # fmt: skip
     """See `vla_accel.kernels.attention.ops.causal_attention`."""
     tile = FlashTile(64 if q.shape[1] > 32 else 16, 64, 4, 2)
-    _launch((q, k, v, out, starts), (None, together), None, Mask(k.shape[1], causal=True), tile)
+    _launch((q, k, v, out, starts), (None, together), inverse_scale, Mask(k.shape[1], causal=True), tile)
 
 
 def _launch(
@@ -169,7 +176,20 @@ def _launch(
 
 
 @triton.jit
-def _store(part, best, total, workspace, target, mask, split, group, SPLITS: constexpr):
+def attend_once(q, k, v, seen, real, scale):
+    """Attention of queries (M, D) to one tile of keys (D, N) and values (N, D), of which they see `seen` (M, N).
+
+    Returns the sums (M, D), the largest score and the sum of weights of each row. `real` (N,): keys whose values count:
+    a padded prefix may hold anything, NaN included, and 0 × NaN is NaN.
+    """
+    s = tl.where(seen, tl.dot(q, k) * scale, -float("inf"))
+    best = tl.max(s, 1)
+    p = tl.exp2(s - tl.where(best == -float("inf"), 0.0, best)[:, None])
+    return tl.dot(p.to(v.dtype), tl.where(real[:, None], v, 0.0)), best, tl.sum(p, 1)
+
+
+@triton.jit
+def store_parts(part, best, total, workspace, target, mask, split, group, SPLITS: constexpr):
     """Store the output of a program's sums over its keys: at once if it has all keys. Otherwise it stores its sums, and
     the last program of a group combines all of them and stores the output.
     """
@@ -191,18 +211,22 @@ def _store(part, best, total, workspace, target, mask, split, group, SPLITS: con
         arrived = tl.atomic_add(count_ptr + group, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             tl.debug_barrier()
+            # Unrolled, and the statistics of all parts first, so that all loads are under way together.
+            stats_of = stat_ptr + group * SPLITS * (2 * ROWS) + local
+            bests, totals = (), ()
+            for other in tl.static_range(SPLITS):
+                bests += (tl.load(stats_of + other * (2 * ROWS), cache_modifier=".cg"),)
+                totals += (tl.load(stats_of + other * (2 * ROWS) + ROWS, cache_modifier=".cg"),)
             best = tl.full((ROWS,), -float("inf"), tl.float32)
-            for other in range(SPLITS):
-                stats = stat_ptr + (group * SPLITS + other) * (2 * ROWS) + local
-                best = tl.maximum(best, tl.load(stats, cache_modifier=".cg"))
+            for other in tl.static_range(SPLITS):
+                best = tl.maximum(best, bests[other])
             best = tl.where(best == -float("inf"), 0.0, best)
             total = tl.zeros((ROWS,), tl.float32)
             acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for other in range(SPLITS):
-                stats = stat_ptr + (group * SPLITS + other) * (2 * ROWS) + local
+            for other in tl.static_range(SPLITS):
                 parts = part_ptr + (group * SPLITS + other).to(tl.int64) * (ROWS * COLUMNS) + at
-                weight = tl.exp2(tl.load(stats, cache_modifier=".cg") - best)
-                total += weight * tl.load(stats + ROWS, cache_modifier=".cg")
+                weight = tl.exp2(bests[other] - best)
+                total += weight * totals[other]
                 acc += weight[:, None] * tl.load(parts, cache_modifier=".cg")
             out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             tl.store(target, out.to(target.dtype.element_ty), mask=mask)
@@ -259,14 +283,7 @@ def _suffix_attention(
             v = tl.load(suffix_values + place[:, None] + d[None, :], mask=real_key[:, None] & in_d[None, :], other=0.0)
             seen = _seen(token, key, tokens, MASK)
         q = tl.load(q_ptr + query, mask=kept, other=0.0)
-        s = tl.where(seen, tl.dot(q, k) * scale, -float("inf"))
-        best = tl.max(s, 1)
-        safe = tl.where(best == -float("inf"), 0.0, best)
-        p = tl.exp2(s - safe[:, None])
-        total = tl.sum(p, 1)
-        # A padded prefix may hold anything, NaN included, and 0 × NaN is NaN.
-        v = tl.where(real_key[:, None], v, 0.0)
-        part = tl.dot(p.to(v.dtype), v)
+        part, best, total = attend_once(q, k, v, seen, real_key, scale)
     else:
         wait_for_previous(PDL)
         q = tl.load(q_ptr + query, mask=kept, other=0.0)
@@ -301,7 +318,7 @@ def _suffix_attention(
                 p, shrink, best, total = softmax_step(s, best, total, True)
                 v = tl.load(suffix_values + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
                 part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
-    _store(part, best, total, workspace, out_ptr + query, kept, split, pair * SPLITS.row_tiles + tile, SPLITS.all)
+    store_parts(part, best, total, workspace, out_ptr + query, kept, split, pair * SPLITS.row_tiles + tile, SPLITS.all)
 
 
 def suffix_attention(

@@ -241,6 +241,16 @@ def norm_heads(
         out.copy_(value.transpose(0, 1).reshape(out.shape))
 
 
+@op(_TRITON)
+def norm_rows(x: Tensor, out: Tensor, *, heads: int, eps: float) -> None:
+    """out = RMSNorm of the rows x (R, W) and then, of several `heads`, RMSNorm of each head. The norms have no
+    weights."""
+    value = normed(x, False, eps)
+    if heads > 1:
+        value = normed(value.unflatten(1, (heads, -1)), False, eps)
+    out.copy_(value.reshape(out.shape))
+
+
 # -- what references share --------------------------------------------------------------------------------------------
 
 

@@ -341,6 +341,26 @@ def norm_heads(
 
 
 @triton.jit
+def _norm_rows(x_ptr, out_ptr, eps, HEADS: constexpr, DIM: constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    d = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+    real = (head < HEADS) & (d < DIM)
+    place = row * (HEADS * DIM) + head * DIM + d
+    x = tl.load(x_ptr + place, mask=real, other=0.0).to(tl.float32)
+    by_head = tl.sum(x * x, 1)
+    rstd = tl.rsqrt(tl.sum(by_head, 0) / (HEADS * DIM) + eps)
+    x *= rstd
+    if HEADS > 1:
+        x *= tl.rsqrt(by_head * rstd * rstd / DIM + eps)[:, None]
+    tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def norm_rows(x: Tensor, out: Tensor, *, heads: int, eps: float) -> None:
+    launch(_norm_rows, (len(x),), x, out, eps, heads, x.shape[1] // heads, num_warps=4)
+
+
+@triton.jit
 def _place_tokens(sources, order_ptr, x_ptr, IMAGES: constexpr, LENGTH: constexpr, WIDTH: constexpr):
     image_ptr, token_ptr, table_ptr = sources
     row = tl.program_id(0)
