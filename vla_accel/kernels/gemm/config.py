@@ -105,8 +105,6 @@ class Skinny:
     def why_not(self, gpu: Gpu | None, sizes: GemmSizes) -> str | None:
         if why := too_large(self, self.shared(sizes), gpu):
             return why
-        if sizes.layer_norm:
-            return f"{self} applies a LayerNorm only to paired rows"
         return None if sizes.rows <= self.rows else f"{self} is for {self.rows} rows, not {sizes.rows}"
 
     def cost(self, gpu: Gpu | None, sizes: GemmSizes) -> tuple[float, ...]:

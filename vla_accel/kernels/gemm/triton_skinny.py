@@ -135,7 +135,7 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL
 
 
 @triton.jit
-def _skinny_columns(x_ptr, weights, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+def _skinny_columns(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
     w_ptr, wscale = weights
     N: constexpr = SHAPE.n
     K: constexpr = SHAPE.k
@@ -144,8 +144,15 @@ def _skinny_columns(x_ptr, weights, e, SHAPE: constexpr, TILE: constexpr, PDL: c
     early = early_weights(w_ptr, n0, N, K, TILE)
     scale = scale_of_sums(w_ptr, wscale, tl.minimum(n0 + tl.arange(0, TILE.columns), N - 1))
     constants = load_columns(e, (0, n0, row0), SHAPE, TILE)
+    NORMED: constexpr = norm.eps is not None
+    weight_sums = scale
+    if norm.weight_sums is not None:
+        n = n0 + tl.arange(0, TILE.columns)
+        weight_sums = tl.load(norm.weight_sums + n, mask=n < N, other=0.0)[None, :]
     wait_for_previous(PDL)
     residual = load_residual(e, (0, n0, row0), SHAPE, TILE)
+    total = tl.full((TILE.rows,), 0.0, tl.float32)
+    squares = tl.full((TILE.rows,), 0.0, tl.float32)
     acc = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
     coming = row_chunk(x_ptr, row0, e.rows, 0, K, TILE)
     for k0 in tl.static_range(0, K, BLOCK_K):
@@ -153,21 +160,32 @@ def _skinny_columns(x_ptr, weights, e, SHAPE: constexpr, TILE: constexpr, PDL: c
         if k0 + BLOCK_K < K:
             coming = row_chunk(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
         w = weight_chunk(early, k0 // BLOCK_K, w_ptr, n0, N, K, TILE)
+        if NORMED:
+            if norm.weight_sums is not None:
+                total += tl.sum(tl.sum(x.to(tl.float32), 2), 0)
+            x, more = modulated(x, norm.scale, 0, k0, K, TILE)
+            squares += more
         acc = tl.dot(x, w.to(x.dtype), acc)
-    store_columns(tl.sum(acc, 0) * scale, constants, residual, e, (0, n0, row0), SHAPE, TILE)
+    y = tl.sum(acc, 0) * scale
+    if NORMED:
+        mean = total / K
+        y -= mean[:, None] * weight_sums
+        y *= tl.rsqrt(squares / K - mean * mean + norm.eps)[:, None]
+    store_columns(y, constants, residual, e, (0, n0, row0), SHAPE, TILE)
 
 
 def product(
     x: Tensor, weights: Linear, out: Tensor | Heads, epilogue: Epilogue, norm: Norm | None, config: Skinny
 ) -> None:
-    """`vla_accel.kernels.gemm.gemm`. A product of columns takes no norm; no moments are read or written."""
+    """`vla_accel.kernels.gemm.gemm`. No moments are read or written."""
     shape, row_tiles = product_shape(weights, epilogue, out, norm), triton.cdiv(len(x), config.rows)
     check_pairs(shape, norm)
     operands, after = (weights.weight, weights.sums_scale), epilogue_arguments(weights, epilogue, out, len(x))
     run = {"num_warps": config.parts, "num_stages": 1}
-    if norm is not None:
+    arguments = (x, operands, norm_arguments(norm), after, shape, config)
+    if shape.half:
         grid = (shape.groups * triton.cdiv(shape.half, config.columns), row_tiles)
-        launch(_skinny_pair, grid, x, operands, norm_arguments(norm), after, shape, config, **run)
+        launch(_skinny_pair, grid, *arguments, **run)
     else:
         grid = (triton.cdiv(shape.n, config.columns), row_tiles)
-        launch(_skinny_columns, grid, x, operands, after, shape, config, **run)
+        launch(_skinny_columns, grid, *arguments, **run)
