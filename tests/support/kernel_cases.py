@@ -71,6 +71,17 @@ def _post_norm(rows: int, width: int, alias: bool, one: bool = False) -> Callabl
     return call
 
 
+def _project_normed(rows: int, width: int, columns: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        arguments = {
+            "x": draw(rows, width), "weight": draw.wide(columns, width), "bias": draw.wide(columns),
+            "out": Empty((rows, columns), torch.float32), "eps": EPS,
+        }  # fmt: skip
+        return Call("project_normed", arguments, ("out",))
+
+    return call
+
+
 def _embed_norm(
     batch: int, images: int, length: int, width: int, scale: float | None, lengths: list[int] | None = None
 ) -> Callable:
@@ -409,6 +420,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for rows, width, alias in ((3, 512, True), (10, 64, False), (17, 72, True)):
         yield f"post_norm {rows}x{width}", _post_norm(rows, width, alias)
     yield "post_norm of one row 7x64", _post_norm(7, 64, False, one=True)
+    yield "project_normed 5x96 to 7", _project_normed(5, 96, 7)
+    yield "project_normed 3x512 to 14", _project_normed(3, 512, 14)
     for shape in ((2, 5, 3, 64), (1, 1, 10, 1152), (2, 4, 1, 4304)):
         for scale in (None, 30.0):
             yield f"embed_norm {shape} fp8={scale is not None}", _embed_norm(*shape, scale)

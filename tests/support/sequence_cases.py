@@ -10,10 +10,12 @@ import torch
 from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, eight_bit
 from tests.support.kernel_cases import moments_of
 from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.attention.maps import Windows
 from vla_accel.kernels.gemm.config import Pipelined
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance
+from vla_accel.kernels.rows.mix import Head, Mix, MixedInput
 from vla_accel.kernels.rows.rows import HeadNorms, NormedHeads, rope_tables
 
 
@@ -163,6 +165,49 @@ def _flow(batch: int, tokens: int, horizon: int, width: int, actions: int, what:
     return call
 
 
+def _mixed(batch: int, tokens: int, horizon: int, width: int, actions: int, what: str) -> Callable:
+    """`what`: letters of first, last and 8 for rows in FP8."""
+
+    def call(draw: Draw) -> Call:
+        shape, last, rows = (batch, horizon, actions), "l" in what, (batch * tokens, width)
+        arguments = {
+            "x": Empty(rows, draw.dtype) if "f" in what else draw(*rows),
+            "h": Empty(rows, FP8 if "8" in what else draw.dtype),
+            "head": Head(draw.wide(actions, width, scale=width**-0.5), draw.wide(actions), EPS),
+            "noise": draw.wide(*shape),
+            "into": MixedInput(
+                draw.wide(actions, width, scale=actions**-0.5), draw.wide(batch, horizon, width), draw.wide(width),
+                draw(batch, tokens - horizon, width),
+            ),
+            "actions": Empty(shape, torch.float32), "at": Mix(0.75, first="f" in what, last=last),
+            "inverse_scale": 30.0 if "8" in what else None,
+        }  # fmt: skip
+        return Call("mix_step", arguments, ("actions",) if last else ("x", "h"))
+
+    return call
+
+
+def _by_windows(maps: int, height: int, width: int, side: int, heads: int, head_dim: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        pixels, columns = height * width, heads * head_dim
+        arguments = {
+            "qkv": draw(maps, pixels, 3 * columns), "padding": draw(3 * columns),
+            "out": Empty((maps, pixels, columns), draw.dtype), "windows": Windows(height, width, side), "heads": heads,
+        }  # fmt: skip
+        return Call("window_attention", arguments, ("out",))
+
+    return call
+
+
+def _by_channels(maps: int, pixels: int, groups: int, channels: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        out = Empty((maps, pixels, groups * channels), draw.dtype)
+        arguments = {"qkv": draw(maps, pixels, 3 * groups * channels), "out": out, "groups": groups}
+        return Call("channel_attention", arguments, ("out",))
+
+    return call
+
+
 def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for shape in ((2, 2, 3, 4, 2, 48), (1, 1, 2, 5, 1, 80)):
         yield f"patchify in squares {shape}", _patchify(*shape)
@@ -203,6 +248,14 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"measure {rows}x{width} scaled={scaled}", _measured(rows, width, scaled)
     for what in ("f", "", "l", "p", "gr", "fgr", "gl"):
         yield f"flow_step {what}", _flow(2, 6, 5, 40, 9, what)
+    for what in ("f", "", "l", "8", "f8"):
+        yield f"mix_step {what}", _mixed(2, 7, 3, 40, 9, what)
+    yield "mix_step of one row", _mixed(1, 2, 1, 64, 16, "")
+    # Windows that are whole, cut on both sides, and of a pixel alone.
+    for shape in ((2, 5, 7, 4, 3, 6), (1, 14, 14, 12, 2, 32), (1, 8, 4, 4, 1, 16), (1, 9, 17, 8, 2, 12)):
+        yield f"window_attention {shape}", _by_windows(*shape)
+    for shape in ((2, 35, 3, 6), (1, 150, 2, 32), (1, 1100, 1, 16)):
+        yield f"channel_attention {shape}", _by_channels(*shape)
 
 
 CASES: dict[str, Callable[[Draw], Call]] = dict(_cases())

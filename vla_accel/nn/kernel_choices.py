@@ -64,7 +64,7 @@ class KernelChoices:
         Args:
             run: runs the product in all layers with the current choices.
             every_backend: whether to measure cuBLAS and the Hopper GEMM as well, for many rows. The product must read
-                or write moments.
+                or write moments, or have weights of one byte, which cuBLAS does not take.
             moments: allocates the moments that the product writes, in tiles of so many columns. Products of `Skinny`
                 write none.
         """

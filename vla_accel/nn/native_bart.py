@@ -10,6 +10,7 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.choice import choose
 from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.attention.ops import attend
+from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.choice import products_by
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
@@ -85,13 +86,18 @@ class NativeBart:
         self.attention = choose(attention, sizes, current(self.x.device))
         first = weights.layers[0]
         kinds = {"qkv": first.qkv, "out": first.out, "fc1": first.up, "fc2": first.down}
-        text, _ = products_by(
+        text, early = products_by(
             rows, {n: (w, Activation.GELU_ERF if w is first.up else Activation.NONE) for n, w in kinds.items()}
         )
         self.detail = f"fused ops, {self.x.dtype}, {self.attention.detail}{text}"
+        self.chain = Chain(current(self.x.device).gpu, early)
 
     def run(self) -> None:
         """Enqueue the encoder."""
+        with self.chain:
+            self._run()
+
+    def _run(self) -> None:
         self._norm(self.positions, self.weights.norm)
         for layer in self.weights.layers:
             gemm(self.x, layer.qkv, self.qkv)

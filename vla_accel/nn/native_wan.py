@@ -152,7 +152,7 @@ class TextProgram:
         if weights.keys_values.weight_scale is not None:
             choices = KernelChoices(x.device, chain)
             sizes = gemm_sizes(self.embedded, weights.keys_values)
-            choices.product("text", sizes, lambda: self._project(**choices["text"].options))
+            choices.product("text", sizes, lambda: self._project(**choices["text"].options), every_backend=True)
             self.options = choices["text"].options
 
     def __call__(self, context: Tensor, keys: Tensor, values: Tensor) -> None:

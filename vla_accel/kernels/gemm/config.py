@@ -267,14 +267,15 @@ def variants(gpu: Gpu | None, sizes: GemmSizes, config: TritonConfig) -> list[Tr
 def without_triton(gpu: Gpu | None, sizes: GemmSizes) -> list[Library | HopperTile]:
     """Return cuBLAS and the Hopper GEMM's configs, to be measured against the best of Triton's.
 
-    For many rows and weights of the rows' dtype. They read and write moments of the rows, and support no pinned rows.
+    For many rows; cuBLAS only for weights of the rows' dtype, the Hopper GEMM also for weights of one byte. They read
+    and write moments of the rows, and support no pinned rows.
     """
-    if sizes.rows < LIBRARY_ROWS or sizes.weight_bytes != sizes.row_bytes:
+    if sizes.rows < LIBRARY_ROWS:
         return []
-    own = few_rows(gpu, sizes.rows, sizes.n, sizes.k, 2 * sizes.columns if sizes.pairs else 0)
+    widened, paired = sizes.weight_bytes < sizes.row_bytes, 2 * sizes.columns if sizes.pairs else 0
+    own = few_rows(gpu, sizes.rows, sizes.n, sizes.k, paired, widened=widened) if sizes.row_bytes == 2 else []
     # The kernel after cuBLAS norms pairs alone.
-    library = [] if sizes.layer_norm else [Library()]
-    return [*library, *(own if sizes.row_bytes == 2 else ())]
+    return [*([] if widened or sizes.layer_norm else [Library()]), *own]
 
 
 def moments_columns(sizes: GemmSizes, config: Pipelined | Library | HopperTile) -> int:

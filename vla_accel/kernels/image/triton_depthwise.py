@@ -7,16 +7,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from vla_accel.kernels.chain import launch
 from vla_accel.kernels.image.depthwise import Depthwise
+from vla_accel.kernels.triton_common import let_next_start, wait_for_previous
 
 
 @triton.jit
-def _depthwise_norm(x_ptr, layer, x_out_ptr, h_ptr, height, width, eps, CHANNELS: constexpr):
+def _depthwise_norm(x_ptr, layer, x_out_ptr, h_ptr, height, width, eps, CHANNELS: constexpr, PDL: constexpr):
     weight_ptr, bias_ptr, norm_weight_ptr, norm_bias_ptr, shift_ptr = layer
     column, row, image = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     channel = tl.arange(0, triton.next_power_of_2(CHANNELS))
     keep = channel < CHANNELS
     pixel = (image * height + row) * width + column
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     y = tl.load(x_ptr + pixel * CHANNELS + channel, mask=keep, other=0.0).to(tl.float32)
     y += tl.load(bias_ptr + channel, mask=keep, other=0.0)
     for down in tl.static_range(-1, 2):
@@ -38,4 +42,4 @@ def depthwise_norm(x: Tensor, layer: Depthwise, x_out: Tensor, h: Tensor, *, eps
     images, height, width, channels = x.shape
     warps = 2 if channels <= 512 else 4
     grid = (width, height, images)
-    _depthwise_norm[grid](x, tuple(layer), x_out, h, height, width, eps, channels, num_warps=warps)
+    launch(_depthwise_norm, grid, x, tuple(layer), x_out, h, height, width, eps, channels, num_warps=warps)

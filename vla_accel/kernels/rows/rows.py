@@ -118,6 +118,18 @@ def post_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *
 
 
 @op(_TRITON)
+def project_normed(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, eps: float) -> None:
+    """out = LayerNorm(x) weightᵀ + bias in float32, for a few columns. The norm has no weights.
+
+    Args:
+        x: (R, W).
+        weight, bias: (A, W) and (A,) float32.
+        out: (R, A) float32.
+    """
+    out.copy_(normed(x, True, eps).to(out.dtype) @ weight.to(out.dtype).T + bias.to(out.dtype))
+
+
+@op(_TRITON)
 def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
     """Add y (B, I, W) to the rows `places` (I,) int64, all different, of every S rows of x (B * S, W)."""
     x.view(len(y), -1, x.shape[1]).index_add_(1, places, y.to(x.dtype))

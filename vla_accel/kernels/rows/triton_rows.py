@@ -131,6 +131,28 @@ def post_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *
 
 
 @triton.jit
+def _project_normed(tensors, eps, WIDTH: constexpr, OUTS: constexpr, PDL: constexpr):
+    x_ptr, weight_ptr, bias_ptr, out_ptr = tensors
+    let_next_start(PDL)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, triton.next_power_of_2(WIDTH))
+    keep = column < WIDTH
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
+    centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
+    h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    for first in range(0, OUTS, 8):
+        n = first + tl.arange(0, 8)
+        weights = tl.load(weight_ptr + n[:, None] * WIDTH + column[None, :], mask=(n < OUTS)[:, None] & keep, other=0.0)
+        sums = tl.sum(weights * h[None, :], 1) + tl.load(bias_ptr + n, mask=n < OUTS, other=0.0)
+        tl.store(out_ptr + row * OUTS + n, sums, mask=n < OUTS)
+
+
+def project_normed(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, eps: float) -> None:
+    rows, width = x.shape
+    launch(_project_normed, (rows,), (x, weight, bias, out), eps, width, len(weight), num_warps=4)
+
+
+@triton.jit
 def _embed_norm(sources, x_ptr, h_ptr, scales, IMAGES: constexpr, LENGTH: constexpr, WIDTH: constexpr):
     row = tl.program_id(0)
     image_ptr, token_ptr, table_ptr, state_ptr, length_ptr = sources

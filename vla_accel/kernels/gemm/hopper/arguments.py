@@ -7,6 +7,7 @@ from vla_accel.kernels.struct import block
 Call = block(
     "Call",
     ("const u16*", "bias", "(N,) or null"),
+    ("const float*", "scales", "(N,) or null: of each weight row, with WIDEN"),
     ("void*", "out", "with ROPE: q"),
     ("float", "scale inverse eps", "scale multiplies the sums, inverse an FP8 output"),
     ("int", "rows columns", "of out"),

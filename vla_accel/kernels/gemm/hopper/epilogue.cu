@@ -12,7 +12,8 @@
 // of the second in turns: so a thread's two rows are a pair. `arguments.py` describes the block `Call`.
 
 constexpr int TILE_W = 64 * BLOCKS * GROUPS, TILE_T = PARTS * WIDTH;  // Weight rows and tokens of a block.
-constexpr int STAGE = (TILE_W + TILE_T) * 128;
+constexpr int W_BYTES = WIDEN ? 64 : 128;                             // Of a weight row in a stage.
+constexpr int STAGE = TILE_W * W_BYTES + TILE_T * 128;
 constexpr int CLUSTER = ACROSS * ALONG * SPLIT;
 constexpr int CONSUMERS = GROUPS * 128;
 constexpr bool GATED = ACTIVATION == ACTIVATION_GEGLU || ACTIVATION == ACTIVATION_SWIGLU;
@@ -46,7 +47,7 @@ __device__ __forceinline__ u32 quantize4(u32 a, u32 b, float inverse) {
 // -- norms of the rows of x -------------------------------------------------------------------------------------------
 
 // This writes a pair for each of TILE_T tokens from `token` on to shared memory: the factor scale * rstd, and the shift
-// -factor * mean, 0 for RMSNorm, or with ROPE the token's position. The three warps that would be idle do it, in the
+// -rstd * mean, 0 for RMSNorm, or with ROPE the token's position. The three warps that would be idle do it, in the
 // time that a tile's first chunks take.
 __device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) {
   for (int t = threadIdx.x - CONSUMERS - 32; t < TILE_T; t += NORMING) {
@@ -62,8 +63,8 @@ __device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) 
     }
     const float mean = NORM == 2 ? sums / c.width : 0.f;
     const float variance = NORM == 2 ? fmaxf(squares / c.width - mean * mean, 0.f) : squares / c.width;
-    const float factor = rsqrtf(variance + c.eps) * c.scale;
-    st_shared_f2(norms + t * 8, factor, ROPE ? __int_as_float(position) : NORM == 2 ? -factor * mean : 0.f);
+    const float rstd = rsqrtf(variance + c.eps);
+    st_shared_f2(norms + t * 8, rstd * c.scale, ROPE ? __int_as_float(position) : NORM == 2 ? -rstd * mean : 0.f);
   }
   bar_arrive<CONSUMERS + NORMING>(NORMS_BARRIER);
 }
@@ -75,13 +76,13 @@ __device__ __forceinline__ void wait_for_norms() {
 
 // A thread has two weight rows of a block of 64. These are their constants.
 struct Rows {
-  float bias[2], sum[2], gate[2];
+  float scale[2], bias[2], sum[2], gate[2];
   int pair;  // The column of a pair's angles in a rotation table; negative for values, which are not rotated.
 };
 
 // `column`: the first output column of the block.
 __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
-  Rows rows = {{0.f, 0.f}, {0.f, 0.f}, {1.f, 1.f}, -1};
+  Rows rows = {{1.f, 1.f}, {0.f, 0.f}, {0.f, 0.f}, {1.f, 1.f}, -1};
   const int first = ((threadIdx.x & 127) >> 5) * 16, lane = threadIdx.x & 31;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -92,15 +93,22 @@ __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
     if (ADAPTIVE && c.gate) rows.gate[i] = __ldg(c.gate + at);
     if (NORM == 2) rows.sum[i] = __ldg(c.weight_sums + at);
   }
+  const int row = column * (64 / COLUMNS) + first;
+  int at = row + (lane >> 2), next = 8;  // The weight rows in memory: `at` and `at + next`.
   if (PAIRS) {
     // `row` is in the order of the tensor map, of 16 rows for eight pairs.
-    const int row = column * (64 / COLUMNS) + first, group = row / (2 * c.half);
-    const int pair = row % (2 * c.half) / 16 * 8 + (lane >> 2);
+    const int group = row / (2 * c.half), pair = row % (2 * c.half) / 16 * 8 + (lane >> 2);
+    at = group * 2 * c.half + pair, next = c.half;
     if (c.shift) {
-      rows.bias[0] = __ldg(c.shift + group * 2 * c.half + pair);
-      rows.bias[1] = __ldg(c.shift + group * 2 * c.half + c.half + pair);
+      rows.bias[0] = __ldg(c.shift + at);
+      rows.bias[1] = __ldg(c.shift + at + next);
     }
     if (ROPE && group < c.heads + c.kv_heads) rows.pair = pair;
+  }
+  if (WIDEN && c.scales) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (at + next * i < c.columns * (64 / COLUMNS)) rows.scale[i] = __ldg(c.scales + at + next * i);
   }
   return rows;
 }
@@ -199,7 +207,7 @@ __device__ __forceinline__ void finish_four(u32* packed, const float* sums, u32 
   for (int i = 0; i < 4; ++i) {
     v[i] = rows.bias[i / 2];
     if (NORM == 2) v[i] = fmaf(n[i % 2 * 2 + 1], rows.sum[i / 2], v[i]);
-    v[i] = fmaf(sums[i], n[i % 2 * 2], v[i]);
+    v[i] = fmaf(WIDEN ? sums[i] * rows.scale[i / 2] : sums[i], n[i % 2 * 2], v[i]);
     if (ADAPTIVE) v[i] *= rows.gate[i / 2];
   }
   if constexpr (ROPE) rotate(v, n, rows, token, end, c);
@@ -212,6 +220,7 @@ __device__ __forceinline__ void finish_four(u32* packed, const float* sums, u32 
     for (int i = 0; i < 4; ++i) {
       if (ACTIVATION == ACTIVATION_GELU) v[i] = gelu(v[i]);
       if (ACTIVATION == ACTIVATION_GELU_ERF) v[i] = 0.5f * v[i] * (1.f + erff(0.7071067811865476f * v[i]));
+      if (ACTIVATION == ACTIVATION_RELU) v[i] = fmaxf(v[i], 0.f);
       if (ACTIVATION == ACTIVATION_QUICK_GELU) v[i] = silu(1.702f * v[i]) * 0.5875440658049354f;
     }
     packed[0] = pack_half2(v[0], v[1]);
