@@ -11,7 +11,6 @@ import torch
 
 from tests.support.gpus import A100, ARCHITECTURES, GPUS, H200, ORIN, RTX_4090
 from vla_accel.kernels import config as configs
-from vla_accel.kernels.attention import few
 from vla_accel.kernels.attention.config import CrossShape, KeySplit, SuffixShape, cross_tiles, key_splits
 from vla_accel.kernels.autotune import Fastest
 from vla_accel.kernels.chain import Chain
@@ -248,18 +247,3 @@ def test_a_measured_config_is_found_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert configs.measure("o", found, lambda _: None, cpu, 1).config is found[1] is configs.measured("o", cpu)
     assert configs.measured("p", cpu) is None
     assert all(len(candidates(gpu, sizes)) <= 7 for gpu in ARCHITECTURES.values() for sizes in products(320).values())
-
-
-def test_attention_of_few_rows_fits_each_gpu_or_says_why_not() -> None:
-    """MolmoAct2's heads: smaller GPUs load fewer weights before the wait; float32 fits none of them."""
-    sizes = SuffixShape(1, 10, 490, 12, 12, 64, own=False)
-    for gpu in GPUS.values():
-        assert few.why_not(gpu, sizes) is None
-        tiles = [few.head_tile(gpu, sizes, 768, split.keys) for split in few.query_splits(gpu, sizes, 768)]
-        assert tiles and all(tile is not None and tile.columns == 64 for tile in tiles)
-    early = [few.head_tile(gpu, sizes, 768, 64) for gpu in (H200, RTX_4090)]
-    assert [tile and tile.early for tile in early] == [3, 2]
-    assert "bytes of shared memory" in str(few.why_not(RTX_4090, dataclasses.replace(sizes, bytes=4)))
-    for other, reason in (({"batch": 2}, "one sequence"), ({"tokens": 17}, "one sequence"),
-                          ({"kv_heads": 4}, "key heads"), ({"heads": 17, "kv_heads": 17}, "registers")):  # fmt: skip
-        assert reason in str(few.why_not(H200, dataclasses.replace(sizes, **other)))

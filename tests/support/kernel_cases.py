@@ -201,8 +201,9 @@ def _self_attention(
 
 
 def _prefix_attention(
-    tokens: int, prefix: int, heads: int, head_dim: int, lengths: list[int], config: KeySplit | None = None
-) -> Callable:
+    tokens: int, prefix: int, heads: int, head_dim: int, lengths: list[int], config: KeySplit | None = None,
+    eps: float | None = None,
+) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
         sizes = SuffixShape(batch, tokens, prefix, heads, heads, head_dim, draw.dtype.itemsize, own=False)
@@ -211,7 +212,7 @@ def _prefix_attention(
         arguments = {
             "q": draw(batch, tokens, heads, head_dim, scale=2.0), "prefix": Prefix(keys, values, real),
             "out": Empty((batch * tokens, heads * head_dim), draw.dtype), "workspace": Workspace(sizes, taken),
-            "config": taken,
+            "config": taken, "eps": eps,
         }  # fmt: skip
         beyond = _beyond(real, prefix, heads, head_dim)
         return Call("prefix_attention", arguments, ("out",), {"keys": beyond, "values": beyond})
@@ -461,6 +462,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"suffix_attention {shape}", _suffix_attention(*shape)
     for split in (None, KeySplit(16, 32, 2, 2, 4), KeySplit(64, 32, 8, 1, 8)):
         yield f"prefix_attention {split}", _prefix_attention(50, 130, 2, 112, [130, 7], split)
+    for split in (None, KeySplit(16, 32, 2, 2, 4)):
+        yield f"prefix_attention normed {split}", _prefix_attention(10, 100, 2, 24, [90], split, EPS)
     yield "prefix_attention of one", _prefix_attention(5, 20, 3, 24, [20])
     # Weights of one byte are widened alike at every shape: FP8 and INT8 take turns.
     for shape, weights in zip((

@@ -205,7 +205,7 @@ def attend_once(q, k, v, seen, real, scale):
 
 
 @triton.jit
-def store_parts(part, best, total, workspace, target, mask, split, group, SPLITS: constexpr):
+def _store(part, best, total, workspace, target, mask, split, group, SPLITS: constexpr):
     """Store the output of a program's sums over its keys: at once if it has all keys. Otherwise it stores its sums, and
     the last program of a group combines all of them and stores the output.
     """
@@ -262,6 +262,16 @@ def _seen(token, key, tokens, MASK: constexpr):
 
 
 @triton.jit
+def _queries(at, kept, eps, H: constexpr):
+    """A tile of queries, and their RMSNorm with an `eps` that is not None."""
+    q = tl.load(at, mask=kept, other=0.0)
+    if eps is not None:
+        wide = q.to(tl.float32)
+        q = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / H.dim + eps)[:, None]).to(q.dtype)
+    return q
+
+
+@triton.jit
 def _suffix_attention(
     suffix, prefix, workspace, sizes, H: constexpr, TILE: constexpr, SPLITS: constexpr, MASK: constexpr, PDL: constexpr
 ):
@@ -269,7 +279,7 @@ def _suffix_attention(
     AT_ONCE: constexpr = TILE.tiles == 1
     q_ptr, suffix_keys, suffix_values, out_ptr = suffix
     prefix_keys, prefix_values, length_ptr = prefix
-    tokens, prefix_tokens, scale = sizes
+    tokens, prefix_tokens, scale, eps = sizes
     tile, split, pair = tl.program_id(1 if AT_ONCE else 0), tl.program_id(0 if AT_ONCE else 1), tl.program_id(2)
     batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
     row = tile * TILE.rows + tl.arange(0, TILE.rows)
@@ -298,11 +308,11 @@ def _suffix_attention(
             k = tl.load(suffix_keys + place[None, :] + d[:, None], mask=real_key[None, :] & in_d[:, None], other=0.0)
             v = tl.load(suffix_values + place[:, None] + d[None, :], mask=real_key[:, None] & in_d[None, :], other=0.0)
             seen = _seen(token, key, tokens, MASK)
-        q = tl.load(q_ptr + query, mask=kept, other=0.0)
+        q = _queries(q_ptr + query, kept, eps, H)
         part, best, total = attend_once(q, k, v, seen, real_key, scale)
     else:
         wait_for_previous(PDL)
-        q = tl.load(q_ptr + query, mask=kept, other=0.0)
+        q = _queries(q_ptr + query, kept, eps, H)
         best = tl.full((TILE.rows,), -float("inf"), tl.float32)
         total = tl.full((TILE.rows,), 0.0, tl.float32)
         part = tl.full((TILE.rows, H.block), 0.0, tl.float32)
@@ -334,19 +344,19 @@ def _suffix_attention(
                 p, shrink, best, total = softmax_step(s, best, total, True)
                 v = tl.load(suffix_values + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
                 part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
-    store_parts(part, best, total, workspace, out_ptr + query, kept, split, pair * SPLITS.row_tiles + tile, SPLITS.all)
+    _store(part, best, total, workspace, out_ptr + query, kept, split, pair * SPLITS.row_tiles + tile, SPLITS.all)
 
 
 def suffix_attention(
     suffix: Heads, prefix: Prefix, out: Tensor, workspace: AttentionWorkspace, sizes: SuffixShape, tile: KeySplit, *,
-    state_first: bool, causal: bool,
+    state_first: bool, causal: bool, eps: float | None = None,
 ) -> None:  # fmt: skip
     """See `vla_accel.kernels.attention.suffix.suffix_attention` and, for a suffix without keys, `prefix_attention`."""
     own = 0 if not sizes.own else sizes.tokens if tile.joined else tile.keys
     splits = Splits(tile.prefix_splits(sizes), tile.splits(sizes), tile.row_tiles(sizes), own)
     shared = (splits.all, splits.row_tiles) if tile.tiles == 1 else (splits.row_tiles, splits.all)
     tensors = ((suffix.q, suffix.k, suffix.v, out), (prefix.keys, prefix.values, prefix.lengths), workspace)
-    numbers = (sizes.tokens, sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E.value)
+    numbers = (sizes.tokens, sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E.value, eps)
     constants = (HeadShape.of(suffix.q, prefix.keys), tile, splits, Mask(0, causal=causal, first=state_first))
     grid, run = (*shared, sizes.batch * sizes.kv_heads), {"num_warps": tile.warps, "num_stages": tile.stages}
     launch(_suffix_attention, grid, *tensors, numbers, *constants, **run)

@@ -52,7 +52,7 @@ def _of_row(k0, TILE: constexpr):
 
 
 @triton.jit
-def row_chunk(x_ptr, row0, rows, k0, K: constexpr, TILE: constexpr):
+def _row_tile(x_ptr, row0, rows, k0, K: constexpr, TILE: constexpr):
     """(PARTS, BLOCK_M, PIECE) of (rows, K) activations."""
     row = row0 + tl.arange(0, TILE.rows)[None, :, None]
     k = _of_row(k0, TILE)
@@ -60,7 +60,7 @@ def row_chunk(x_ptr, row0, rows, k0, K: constexpr, TILE: constexpr):
 
 
 @triton.jit
-def early_weights(w_ptr, first, limit, K: constexpr, TILE: constexpr):
+def _early(w_ptr, first, limit, K: constexpr, TILE: constexpr):
     """The first chunks of a weight, one to four; those beyond repeat the first and are never used."""
     w0 = _weight_tile(w_ptr, first, limit, 0, K, TILE)
     w1, w2, w3 = w0, w0, w0
@@ -74,8 +74,8 @@ def early_weights(w_ptr, first, limit, K: constexpr, TILE: constexpr):
 
 
 @triton.jit
-def weight_chunk(early, CHUNK: constexpr, w_ptr, first, limit, K: constexpr, TILE: constexpr):
-    """A chunk of a weight: one that `early_weights` has loaded, or loaded now."""
+def _pick(early, CHUNK: constexpr, w_ptr, first, limit, K: constexpr, TILE: constexpr):
+    """A chunk of a weight: one that `_early` has loaded, or loaded now."""
     if TILE.early > CHUNK:
         return early[CHUNK]
     else:
@@ -83,7 +83,7 @@ def weight_chunk(early, CHUNK: constexpr, w_ptr, first, limit, K: constexpr, TIL
 
 
 @triton.jit
-def modulated(x, scale_ptr, own, k0, K: constexpr, TILE: constexpr):
+def _modulated(x, scale_ptr, own, k0, K: constexpr, TILE: constexpr):
     """x ∘ (1 + scale) in the dtype of x, and the sums of squares of x by row, (BLOCK_M,) float32. `own`: where the
     rows' scales begin, 0 or (1, BLOCK_M, 1)."""
     wide = x.to(tl.float32)
@@ -107,8 +107,8 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL
     low, high = group * (2 * HALF) + i0, group * (2 * HALF) + HALF + i0
     low_end, high_end = low - i0 + HALF, high - i0 + HALF
     constants = load_pair(e, (group, i0, row0), SHAPE, TILE)
-    early_a = early_weights(w_ptr, low, low_end, K, TILE)
-    early_b = early_weights(w_ptr, high, high_end, K, TILE)
+    early_a = _early(w_ptr, low, low_end, K, TILE)
+    early_b = _early(w_ptr, high, high_end, K, TILE)
     scale_a = scale_of_sums(w_ptr, wscale, tl.minimum(low + tl.arange(0, TILE.columns), low_end - 1))
     scale_b = scale_of_sums(w_ptr, wscale, tl.minimum(high + tl.arange(0, TILE.columns), high_end - 1))
     wait_for_previous(PDL)
@@ -118,14 +118,14 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL
     own = 0
     if e.pinned is not None:
         own = own_row(e, row0 + tl.arange(0, TILE.rows)[None, :, None], K)
-    coming = row_chunk(x_ptr, row0, e.rows, 0, K, TILE)
+    coming = _row_tile(x_ptr, row0, e.rows, 0, K, TILE)
     for k0 in tl.static_range(0, K, BLOCK_K):
         x = coming
         if k0 + BLOCK_K < K:
-            coming = row_chunk(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
-        wa = weight_chunk(early_a, k0 // BLOCK_K, w_ptr, low, low_end, K, TILE)
-        wb = weight_chunk(early_b, k0 // BLOCK_K, w_ptr, high, high_end, K, TILE)
-        x, more = modulated(x, norm.scale, own, k0, K, TILE)
+            coming = _row_tile(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
+        wa = _pick(early_a, k0 // BLOCK_K, w_ptr, low, low_end, K, TILE)
+        wb = _pick(early_b, k0 // BLOCK_K, w_ptr, high, high_end, K, TILE)
+        x, more = _modulated(x, norm.scale, own, k0, K, TILE)
         squares += more
         acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
         acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
@@ -141,7 +141,7 @@ def _skinny_columns(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, 
     K: constexpr = SHAPE.k
     BLOCK_K: constexpr = TILE.block_k
     n0, row0 = tl.program_id(0) * TILE.columns, tl.program_id(1) * TILE.rows
-    early = early_weights(w_ptr, n0, N, K, TILE)
+    early = _early(w_ptr, n0, N, K, TILE)
     scale = scale_of_sums(w_ptr, wscale, tl.minimum(n0 + tl.arange(0, TILE.columns), N - 1))
     constants = load_columns(e, (0, n0, row0), SHAPE, TILE)
     NORMED: constexpr = norm.eps is not None
@@ -154,16 +154,16 @@ def _skinny_columns(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, 
     total = tl.full((TILE.rows,), 0.0, tl.float32)
     squares = tl.full((TILE.rows,), 0.0, tl.float32)
     acc = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
-    coming = row_chunk(x_ptr, row0, e.rows, 0, K, TILE)
+    coming = _row_tile(x_ptr, row0, e.rows, 0, K, TILE)
     for k0 in tl.static_range(0, K, BLOCK_K):
         x = coming
         if k0 + BLOCK_K < K:
-            coming = row_chunk(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
-        w = weight_chunk(early, k0 // BLOCK_K, w_ptr, n0, N, K, TILE)
+            coming = _row_tile(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
+        w = _pick(early, k0 // BLOCK_K, w_ptr, n0, N, K, TILE)
         if NORMED:
             if norm.weight_sums is not None:
                 total += tl.sum(tl.sum(x.to(tl.float32), 2), 0)
-            x, more = modulated(x, norm.scale, 0, k0, K, TILE)
+            x, more = _modulated(x, norm.scale, 0, k0, K, TILE)
             squares += more
         acc = tl.dot(x, w.to(x.dtype), acc)
     y = tl.sum(acc, 0) * scale
