@@ -494,6 +494,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     yield from _library_cases()
     yield from _pinned_cases()
     yield from _one_row_cases()
+    yield from _ready_cases()
 
 
 def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
@@ -535,6 +536,18 @@ def _pinned_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     yield "project of parts pinned", _project(33, 24, 320, 1, "gp", Pipelined(16, 16, 64, split=2))
     for what in ("fp", "np", "lnp", "fsp2", "sp2"):
         yield f"step pinned {what}", _step(2, 6, 5, 72, 7, what)
+
+
+def _ready_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
+    """Weights that are in the tensor cores' layout before the wait: all of them, or the first chunks."""
+    for weights, early in (("", 4), ("fp8", 2), ("int8", 1)):
+        config = Skinny(16, 4, 64, 16, early, ready=True)
+        yield f"qkv_rope {weights} {config}", _qkv_rope(1, 9, 200, 2, 1, 24, True, weights, config)
+        yield f"gate_up_geglu {weights} {config}", _gate_up(9, 200, 20, True, weights, config)
+        yield (
+            f"project {weights} {config}",
+            _project(9, 20, 200, 1, "gr" + {"fp8": "8", "int8": "i"}.get(weights, ""), config),
+        )
 
 
 def _one_row_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:

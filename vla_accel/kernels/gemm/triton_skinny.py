@@ -30,7 +30,7 @@ from vla_accel.kernels.gemm.triton_epilogues import (
     store_pair,
 )
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.triton_common import scale_of_sums, wait_for_previous
+from vla_accel.kernels.triton_common import let_next_start, scale_of_sums, wait_for_previous
 
 
 @triton.jit
@@ -74,6 +74,26 @@ def _early(w_ptr, first, limit, K: constexpr, TILE: constexpr):
 
 
 @triton.jit
+def _no_sums(early, KIND: constexpr, TILE: constexpr, PDL: constexpr):
+    """Sums of zero (PARTS, BLOCK_M, BLOCK_N). With `ready` they are products of zeros with the early weights, which are
+    then widened and in the tensor cores' layout, behind their way through shared memory, before the wait."""
+    sums = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
+    if TILE.ready:
+        zeros = tl.full((TILE.parts, TILE.rows, TILE.block_k // TILE.parts), 0.0, KIND)
+        sums = tl.dot(zeros, early[0].to(KIND), sums)
+        if TILE.early > 1:
+            sums = tl.dot(zeros, early[1].to(KIND), sums)
+        if TILE.early > 2:
+            sums = tl.dot(zeros, early[2].to(KIND), sums)
+        if TILE.early > 3:
+            sums = tl.dot(zeros, early[3].to(KIND), sums)
+        if PDL:
+            # The compiler keeps the order of this and the wait.
+            sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], tl.float32, is_pure=False, pack=1)
+    return sums
+
+
+@triton.jit
 def _pick(early, CHUNK: constexpr, w_ptr, first, limit, K: constexpr, TILE: constexpr):
     """A chunk of a weight: one that `_early` has loaded, or loaded now."""
     if TILE.early > CHUNK:
@@ -96,6 +116,7 @@ def _modulated(x, scale_ptr, own, k0, K: constexpr, TILE: constexpr):
 
 @triton.jit
 def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+    let_next_start(PDL and TILE.ahead)
     w_ptr, wscale = weights
     HALF: constexpr = SHAPE.half
     K: constexpr = SHAPE.k
@@ -111,9 +132,11 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL
     early_b = _early(w_ptr, high, high_end, K, TILE)
     scale_a = scale_of_sums(w_ptr, wscale, tl.minimum(low + tl.arange(0, TILE.columns), low_end - 1))
     scale_b = scale_of_sums(w_ptr, wscale, tl.minimum(high + tl.arange(0, TILE.columns), high_end - 1))
+    acc_a, acc_b = (
+        _no_sums(early_a, x_ptr.dtype.element_ty, TILE, PDL),
+        _no_sums(early_b, x_ptr.dtype.element_ty, TILE, PDL),
+    )
     wait_for_previous(PDL)
-    acc_a = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
-    acc_b = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
     squares = tl.full((TILE.rows,), 0.0, tl.float32)
     own = 0
     if e.pinned is not None:
@@ -136,6 +159,7 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL
 
 @triton.jit
 def _skinny_columns(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+    let_next_start(PDL and TILE.ahead)
     w_ptr, wscale = weights
     N: constexpr = SHAPE.n
     K: constexpr = SHAPE.k
@@ -144,6 +168,7 @@ def _skinny_columns(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, 
     early = _early(w_ptr, n0, N, K, TILE)
     scale = scale_of_sums(w_ptr, wscale, tl.minimum(n0 + tl.arange(0, TILE.columns), N - 1))
     constants = load_columns(e, (0, n0, row0), SHAPE, TILE)
+    acc = _no_sums(early, x_ptr.dtype.element_ty, TILE, PDL)
     NORMED: constexpr = norm.eps is not None
     weight_sums = scale
     if norm.weight_sums is not None:
@@ -153,7 +178,6 @@ def _skinny_columns(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, 
     residual = load_residual(e, (0, n0, row0), SHAPE, TILE)
     total = tl.full((TILE.rows,), 0.0, tl.float32)
     squares = tl.full((TILE.rows,), 0.0, tl.float32)
-    acc = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
     coming = _row_tile(x_ptr, row0, e.rows, 0, K, TILE)
     for k0 in tl.static_range(0, K, BLOCK_K):
         x = coming
