@@ -242,6 +242,8 @@ JOBS: tuple[Job, ...] = (
     bench("pi0", f"--model pi0 --systems {OURS},eager,openpi-eager {SHAPE} --profile", "openpi"),
     bench("smolvla", f"--model smolvla --systems {OURS},lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
           "lerobot"),
+    *(Job(f"attach_{gpu}", "python -m benchmarks.time_attach --output {json}", needs=("lerobot",), only=only)
+      for gpu, only in (("h200", ""), ("h100", "H100"))),
     bench("groot", "--model groot --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 --calls 50 "
           "--profile", "lerobot"),
     *families(),

@@ -138,7 +138,7 @@ def check_norms_inside(
         torch.testing.assert_close(moments.squares, real.squares, atol=1e-3, rtol=1e-5)
     if kind != FP8 and runs(tiling, kind, k, normed=True, gated=gated):
         x = (x.float() * 2 + 3 * normal(rows, 1)).to(kind)
-        sums = weights.weight.float().sum(1)
+        sums = weights.true_weight(torch.float32).sum(1)
         for kept in (None,) if gated else (None, sums):
             out = torch.full((rows, n // 2 if gated else n), float("nan"), device=DEVICE, dtype=kind)
             times(x, weights, out, tiling, Norm(1e-6, moments_of(x, None, 64), sums=kept), activation=activation)
