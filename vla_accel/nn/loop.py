@@ -183,11 +183,15 @@ class LayerLoop(ABC):
 
     def choose_products(self, inputs: Inputs) -> None:
         """Choose the kernels of the products. Only Triton's support pinned rows."""
-        for name, product in self.products().items():
+        products, normed = self.products(), {}
+        for name, product in products.items():
             scaled = None if self.pinned is not None else self.next_scaled.get(name)
             moments = None if scaled is None else partial(Moments.like, self.x, scaled=scaled)
             run = partial(product.run, inputs)
             self.choices.product(name, product.sizes, run, moments=moments, every_backend=self.pinned is None)
+            if moments is not None:
+                normed[name] = product.sizes, moments
+        self.choices.few_rows_moments(normed, lambda: [product.run(inputs) for product in products.values()])
 
 
 class CachedLoop(LayerLoop):
