@@ -196,12 +196,12 @@ def check_variants(gpu: Gpu, sizes: GemmSizes, config: TritonConfig, found: list
 def test_cublas_and_the_hopper_gemm_are_candidates_for_many_rows() -> None:
     sizes = functools.partial(GemmSizes, k=1024, columns=4096, sides=2)
     for gpu in (None, A100, H200.portable):
-        assert without_triton(gpu, sizes(33)) == [Library()]
+        assert without_triton(gpu, sizes(17)) == [Library()]
     found = without_triton(H200, sizes(160))
     assert found[0] == Library() and len(found) > 1 and all(isinstance(config, HopperTile) for config in found[1:])
     assert len({str(config) for config in found}) == len(found)
     # Few rows, and float32, which the Hopper GEMM does not take.
-    assert without_triton(H200, sizes(32)) == []
+    assert without_triton(H200, sizes(16)) == []
     assert without_triton(H200, sizes(160, weight_bytes=4, row_bytes=4)) == [Library()]
     # cuBLAS does not widen weights of one byte.
     narrow = [without_triton(gpu, sizes(160, weight_bytes=1)) for gpu in (H200, A100, None)]

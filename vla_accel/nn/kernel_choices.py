@@ -57,7 +57,7 @@ class KernelChoices:
 
     def product(
         self, kind: str, sizes: GemmSizes, run: Callable[[], object], *, every_backend: bool = False,
-        moments: Callable[[int], Moments] | None = None,
+        moments: Callable[[int], Moments | None] | None = None,
     ) -> None:  # fmt: skip
         """Choose the config of a product.
 
@@ -65,8 +65,8 @@ class KernelChoices:
             run: runs the product in all layers with the current choices.
             every_backend: whether to measure cuBLAS and the Hopper GEMM as well, for many rows. The product must read
                 or write moments, or have weights of one byte, which cuBLAS does not take.
-            moments: allocates the moments that the product writes, in tiles of so many columns. Products of `Skinny`
-                write none before `few_rows_moments`.
+            moments: allocates the moments that the product writes, in tiles of so many columns, or returns None if
+                these do not fit. Products of `Skinny` write none before `few_rows_moments`.
         """
         gpu = current(self.device).gpu
 
@@ -86,7 +86,7 @@ class KernelChoices:
             among(f"{sizes}, {best}, without Triton", [best, *others])
 
     def few_rows_moments(
-        self, products: Mapping[str, tuple[GemmSizes, Callable[[int], Moments]]], run: Callable[[], object]
+        self, products: Mapping[str, tuple[GemmSizes, Callable[[int], Moments | None]]], run: Callable[[], object]
     ) -> None:
         """Choose whether products of `Skinny` write moments as well, so that those after them do not compute these.
 
@@ -94,14 +94,14 @@ class KernelChoices:
             products: by kind, those whose output is normed, as of `product`.
             run: runs all products in all layers with the current choices.
         """
-        plain = {kind: self[kind] for kind in products if isinstance(self[kind].config, Skinny)}
+        plain, written = {}, {}
+        for kind, (sizes, moments) in products.items():
+            choice = self[kind]
+            if isinstance(choice.config, Skinny):
+                made = moments(gemm_config.moments_columns(sizes, choice.config))
+                plain[kind], written[kind] = choice, replace(choice, moments=made)
         if not plain:
             return
-        written = {}
-        for kind, choice in plain.items():
-            sizes, moments = products[kind]
-            columns = gemm_config.moments_columns(sizes, choice.config)
-            written[kind] = replace(choice, moments=moments(columns))
         ways = {"computed": plain, "written": written}
 
         def run_with(way: str) -> None:

@@ -19,7 +19,7 @@ from vla_accel.families.fastwam.network import FastWamConfig, fastwam
 from vla_accel.families.fastwam.text import Prompts
 from vla_accel.families.fastwam.transforms import FastWamInputs, FastWamProcessor
 from vla_accel.families.lerobot_bench import cached_model, importing
-from vla_accel.nn.random_weights import Drawn
+from vla_accel.nn.random_weights import EXPERT_BRANCH, EXPERT_SHARP, SHARP, Drawn
 from vla_accel.nn.wan import WanConfig
 from vla_accel.transforms.normalisation import Normaliser
 from vla_accel.transforms.robots import LIBERO
@@ -27,6 +27,7 @@ from vla_accel.transforms.robots import LIBERO
 LEROBOT_MODES: dict[str, bool] = {"lerobot-eager": False, "lerobot-compile": True}
 """Systems of lerobot, with whether prefill and step are compiled."""
 _ENDS = ("out_proj.weight", "text_out.weight", "fc2.weight")
+_HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 _TOKENS = 40
 
 
@@ -35,6 +36,9 @@ class DrawnWam(Drawn):
 
     def _normal(self, name: str) -> tuple[float, float]:
         config: Any = self.config
+        if name.endswith(_HEAD_NORMS):
+            # The deviation of the attention's logits is the product of both.
+            return (EXPERT_SHARP if name.startswith("action.") else SHARP) ** 0.5, 0.1
         if ("norm" in name and name.endswith(("weight", "gamma"))) or name == "latent_std":
             return 1.0, 0.1
         if name.endswith("bias") or name == "latent_mean":
@@ -47,6 +51,7 @@ class DrawnWam(Drawn):
         elif name.endswith(_ENDS):
             # A gate multiplies two of the three branches of a block.
             gain = 1.0 / (3 * config.video.depth) ** 0.5 if "text" in name else 1.0
+            gain *= EXPERT_BRANCH if name.startswith("action.") and "fc2" not in name else 1.0
         return 0.0, gain / self.shapes[name][1:].numel() ** 0.5
 
     def _query_key_rows(self, name: str) -> int:

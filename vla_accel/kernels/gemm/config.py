@@ -33,7 +33,7 @@ from vla_accel.kernels.reference import MOMENTS_OF
 from vla_accel.numeric import power_of_two
 from vla_accel.runtime import current
 
-LIBRARY_ROWS = 33
+LIBRARY_ROWS = 17
 """Rows from which on cuBLAS and the Hopper GEMM are candidates, too."""
 _BARRIERS = 256
 """Bytes of shared memory, at most, of the barriers of tiles that come by TMA."""
