@@ -126,6 +126,10 @@ class KernelChoices:
         choices = [Choice(config) for config in attention_config.cross_tiles(current(self.device).gpu, sizes)]
         self._choose(kind, str(sizes), choices, run, 1)
 
+    def way(self, kind: str, sizes: object, choices: Sequence[Choice], run: Callable[[], object]) -> None:
+        """Choose how several ops of a layer run, for example as one kernel or apart. `run`: as of `product`."""
+        self._choose(kind, str(sizes), choices, run, 1)
+
     def _choose(self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int) -> Any:
         by_config = {choice.config: choice for choice in choices}
 
