@@ -94,14 +94,14 @@ class KernelChoices:
             products: by kind, those whose output is normed, as of `product`.
             run: runs all products in all layers with the current choices.
         """
-        plain = {kind: self[kind] for kind in products if isinstance(self[kind].config, Skinny)}
+        plain, written = {}, {}
+        for kind, (sizes, moments) in products.items():
+            choice = self[kind]
+            if isinstance(choice.config, Skinny):
+                made = moments(gemm_config.moments_columns(sizes, choice.config))
+                plain[kind], written[kind] = choice, replace(choice, moments=made)
         if not plain:
             return
-        written = {}
-        for kind, choice in plain.items():
-            sizes, moments = products[kind]
-            columns = gemm_config.moments_columns(sizes, choice.config)
-            written[kind] = replace(choice, moments=moments(columns))
         ways = {"computed": plain, "written": written}
 
         def run_with(way: str) -> None:
@@ -124,6 +124,10 @@ class KernelChoices:
     def crossing(self, kind: str, sizes: CrossShape, run: Callable[[], object]) -> None:
         """Choose the config of `cross_attention`. `run`: as of `product`."""
         choices = [Choice(config) for config in attention_config.cross_tiles(current(self.device).gpu, sizes)]
+        self._choose(kind, str(sizes), choices, run, 1)
+
+    def way(self, kind: str, sizes: object, choices: Sequence[Choice], run: Callable[[], object]) -> None:
+        """Choose how several ops of a layer run, for example as one kernel or apart. `run`: as of `product`."""
         self._choose(kind, str(sizes), choices, run, 1)
 
     def _choose(self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int) -> Any:
