@@ -242,6 +242,8 @@ JOBS: tuple[Job, ...] = (
     bench("pi0", f"--model pi0 --systems {OURS},eager,openpi-eager {SHAPE} --profile", "openpi"),
     bench("smolvla", f"--model smolvla --systems {OURS},lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
           "lerobot"),
+    *(Job(f"attach_{gpu}", "python -m benchmarks.time_attach --output {json}", needs=("lerobot",), only=only)
+      for gpu, only in (("h200", ""), ("h100", "H100"))),
     bench("groot", "--model groot --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 --calls 50 "
           "--profile", "lerobot"),
     *families(),
@@ -289,6 +291,8 @@ JOBS: tuple[Job, ...] = (
     *(synthetic("smolvla", config) for config in ("native", "native_fp8")),
     *(synthetic(model, config) for model in ("groot", "groot_n16", "groot_n15")
       for config in ("native", "native_fp8_denoise")),
+    *(synthetic(model, config) for model, low in (("fastwam", "native_fp8"), ("molmoact2", "native_fp8"),
+      ("xvla", "native_fp8_denoise")) for config in ("native", low)),
     # Success; the first run of a comparison is the reference.
     *PAIRED,
     *PAIRED_ELSEWHERE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import json
 import logging
@@ -85,10 +86,11 @@ class PolicySource:
         if self.kind == "remote":
             return PolicyClient(self.where, timeout_s=ANSWER_TIMEOUT_S)
         if self.kind == "lerobot":
-            from eval.lerobot.policy import LerobotPolicy
             from vla_accel.machine import resolve_device
 
-            return LerobotPolicy(Path(self.where), resolve_device(self.device))
+            # By name: it knows a benchmark's observations, of which the harness knows none.
+            lerobot = importlib.import_module("eval.lerobot.policy")
+            return lerobot.LerobotPolicy(Path(self.where), resolve_device(self.device))
         from vla_accel.policy import OptimizedPolicy
 
         device = None if self.device == "auto" else self.device

@@ -123,9 +123,19 @@ class Clock:
 
         return updated
 
-    def rate(self, update: int, warmup: int) -> float:
-        """Return the factor of the learning rate at an update."""
-        return min(1.0, (update + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * self.share))
+    def fall(self) -> float:
+        """Return the factor of the learning rate, a cosine from 1 to 0."""
+        return 0.5 * (1 + math.cos(math.pi * self.share))
+
+    def scheduling(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Return lerobot's function that makes optimizer and schedule, whose rate falls in addition by the clock."""
+
+        def made(*arguments: Any) -> Any:
+            optimizer, schedule = make(*arguments)
+            schedule.lr_lambdas = [lambda update, own=own: own(update) * self.fall() for own in schedule.lr_lambdas]
+            return optimizer, schedule
+
+        return made
 
 
 class Demonstrations(torch.utils.data.Dataset):
@@ -300,13 +310,14 @@ def run(chosen: Arguments) -> None:
         for name, replacement in (
             ("make_train_eval_datasets", lambda config: (data, None)),
             ("should_save_checkpoint", lambda step, every, steps: clock.saves()),
+            ("make_optimizer_and_scheduler", clock.scheduling(trainer.make_optimizer_and_scheduler)),
             ("update_policy", clock.updating(trainer.update_policy)),
             ("make_policy", lambda make=trainer.make_policy, **options: quicken(make(**options))),
         ):
             stack.enter_context(mock.patch.object(trainer, name, replacement))
         from lerobot.configs.default import DatasetConfig
         from lerobot.configs.train import TrainPipelineConfig
-        from lerobot.optim.schedulers import LRSchedulerConfig
+        from lerobot.optim.schedulers import ConstantWithWarmupSchedulerConfig
         from lerobot.policies import factory
 
         config = new_config(chosen, (data.images.shape[2], data.images.shape[3]))
@@ -320,22 +331,13 @@ def run(chosen: Arguments) -> None:
                 part.save_pretrained(start)
             config.pretrained_path = start
 
-        @LRSchedulerConfig.register_subclass("cosine_by_the_clock")
-        @dataclass
-        class ByTheClock(LRSchedulerConfig):
-            num_warmup_steps: int
-
-            def build(self, optimizer: Any, num_training_steps: int) -> Any:
-                rate = functools.partial(clock.rate, warmup=self.num_warmup_steps)
-                return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-
         with contextlib.suppress(Enough):
             trainer.train(
                 TrainPipelineConfig(
                     dataset=DatasetConfig(repo_id="local/expert"), policy=config, output_dir=chosen.output,
                     steps=MOST, batch_size=chosen.batch, num_workers=chosen.workers, log_freq=100,
                     seed=chosen.seed, env_eval_freq=0, use_policy_training_preset=False,
-                    optimizer=config.get_optimizer_preset(), scheduler=ByTheClock(chosen.warmup),
+                    optimizer=config.get_optimizer_preset(), scheduler=ConstantWithWarmupSchedulerConfig(chosen.warmup),
                     dataloader_multiprocessing_context="fork" if chosen.workers else None,
                 )
             )  # fmt: skip

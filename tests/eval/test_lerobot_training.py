@@ -63,16 +63,29 @@ def test_the_clock_saves_at_equal_times_and_ends_the_run_after_the_last_folder()
     clock = Clock(100, 2, lambda: now[0])
     update = clock.updating(lambda: "updated")
     now[0] = 500.0  # loading does not count
-    assert update() == "updated" and not clock.saves() and clock.rate(0, 4) == 0.25
+    assert update() == "updated" and not clock.saves() and clock.fall() == 1
     now[0] = 549.0
     assert not clock.saves()
     now[0] = 550.0
-    assert clock.saves() and not clock.saves() and clock.rate(10, 4) == pytest.approx(0.5)
+    assert clock.saves() and not clock.saves() and clock.fall() == pytest.approx(0.5)
     assert update() == "updated"
     now[0] = 620.0  # a slow update: the rate stays 0, and the folder is saved once
-    assert clock.rate(11, 4) == 0 and clock.saves() and not clock.saves()
+    assert clock.fall() == 0 and clock.saves() and not clock.saves()
     with pytest.raises(Enough):
         update()
+
+
+def test_the_learning_rate_falls_by_the_clock_in_addition_to_lerobots_schedule() -> None:
+    now, optimizer = [0.0], torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    clock = Clock(10, 1, lambda: now[0])
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, update / 4))
+    _, schedule = clock.scheduling(lambda config, policy: (optimizer, warm))(None, None)
+    update, rates = clock.updating(lambda: None), []
+    for now[0] in (0.0, 5.0, 5.0, 5.0, 10.0):
+        update()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.5, 0.5, 0.75, 1.0, 0.0])
 
 
 class Arm:
@@ -96,15 +109,17 @@ class Arm:
         return [0.5] * 6 + [1.0]
 
 
-def test_pushes_are_executed_but_not_recorded() -> None:
-    arm, goal = Arm(90), 90
+@pytest.mark.parametrize("goal", [70, 75, 80, 85, 90])
+def test_pushes_are_executed_but_not_recorded(goal: int) -> None:
+    arm = Arm(goal)
     chosen = record.Arguments(Path(), Path(), noise=0.0, pushes=1.0)
     parts = record.demonstrate(arm, arm, chosen, 0, 220)
     recorded = [int(step["images"][0, 0, 0, 0]) for part in parts for step in part]
     pushed = [tick for tick, action in enumerate(arm.executed) if action[3] == 0]
-    assert len(parts) > 2 and [len(part) for part in parts[:-1]] == [record.SHORTEST] * (len(parts) - 1)
+    assert len(parts) > 2 and {len(part) for part in parts[:-1]} == {record.SHORTEST}
     assert sorted(recorded + pushed) == list(range(len(arm.executed))), "an action is recorded or is part of a push"
-    assert len(arm.executed) == goal + record.AFTER - 1 and max(pushed) < goal, "a push after the goal could undo it"
+    assert max(tick for tick in pushed if tick - 1 not in pushed) < goal, "a push after the goal could undo it"
+    assert sum(tick >= goal for tick in recorded) in (record.AFTER - 1, record.AFTER)
     assert all(action[-1] == 1.0 for action in arm.executed), "a push keeps the gripper's command"
 
 

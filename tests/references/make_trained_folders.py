@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from eval.lerobot import train
 from eval.lerobot.policy import LerobotPolicy
 
 SIZE, STEPS = 64, 40
-HORIZON = {"act": 20, "diffusion": 16}
+HORIZON: dict[Literal["act", "diffusion"], int] = {"act": 20, "diffusion": 16}
 """Actions of a chunk, for which there is noise."""
 
 
@@ -53,7 +54,7 @@ def main() -> None:
             train.Arguments(
                 out / "episodes", out / kind, policy=kind, minutes=0.05, saves=1, warmup=1, batch=2, workers=0,
                 device="cpu", dim=64,
-            )  # type: ignore[arg-type]
+            )
         )  # fmt: skip
         (folder,) = (out / kind / "checkpoints").glob("[0-9]*/pretrained_model")
         policy = LerobotPolicy(folder, torch.device("cpu"))

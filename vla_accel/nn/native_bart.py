@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch import Tensor
 
@@ -99,14 +100,15 @@ class NativeBart:
 
     def _run(self) -> None:
         self._norm(self.positions, self.weights.norm)
-        for layer in self.weights.layers:
-            gemm(self.x, layer.qkv, self.qkv)
+        for layer, following in zip_longest(self.weights.layers, self.weights.layers[1:]):
+            gemm(self.x, layer.qkv, self.qkv, Epilogue(ahead=layer.up.ahead))
             rows = self.batch, len(self.weights.positions)
             q, k, v = self.qkv.view(*rows, 3, self.config.heads, -1).unbind(2)
             attend(self.attention.backend, q, k, v, self.context.view(*rows, -1), None, tile=self.attention.tile)
-            gemm(self.context, layer.out, self.y)
+            gemm(self.context, layer.out, self.y, Epilogue(ahead=layer.down.ahead))
             self._norm(self.y, layer.norms[0])
-            gemm(self.x, layer.up, self.hidden, Epilogue(activation=Activation.GELU_ERF), workspace=(self.hidden,))
+            up = Epilogue(activation=Activation.GELU_ERF, ahead=following and following.qkv.ahead)
+            gemm(self.x, layer.up, self.hidden, up, workspace=(self.hidden,))
             gemm(self.hidden, layer.down, self.y)
             self._norm(self.y, layer.norms[1])
 

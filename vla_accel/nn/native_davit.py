@@ -7,6 +7,7 @@ the rows in place; windows are read from the rows of all products, so that paddi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -130,29 +131,31 @@ class StageProgram:
         w, stage = self.weights, self.weights.stage
         if stage.norm_first:
             _, image = ops.add_layer_norm(image, None, None, *w.norm, _EPS)
-        made = ops.conv(image, w.conv, stage.stride, stage.padding) + w.bias
+        made = ops.conv(image, w.conv, stage.stride, stage.padding)
+        torch.add(made, w.bias, out=self.x)
         if not stage.norm_first:
-            _, made = ops.add_layer_norm(made, None, None, *w.norm, _EPS)
-        self.x.copy_(made)
+            self.x.copy_(ops.add_layer_norm(self.x, None, None, *w.norm, _EPS)[1])
         with self.chain:
-            for index, half in enumerate(w.halves):
-                self._half(index, half)
+            for index, (half, following) in enumerate(zip_longest(w.halves, w.halves[1:])):
+                self._half(index, half, following)
         return self.x
 
-    def _half(self, index: int, half: HalfWeights) -> None:
-        """Enqueue half of a block: attention by windows, an MLP, attention by channels, an MLP."""
+    def _half(self, index: int, half: HalfWeights, following: HalfWeights | None) -> None:
+        """Enqueue half of a block: attention by windows, an MLP, attention by channels, an MLP. `following`: the next
+        half, whose products are fetched ahead."""
         depthwise_norm(self.x, half.conv, self.y, self.h, eps=_EPS)
         self.x, self.y = self.y, self.x
         rows, add = (tensor.view(self.rows, -1) for tensor in (self.x, self.h))
         hidden = self.hidden[: self.rows * len(half.first.weight)].view(self.rows, -1)
+        ahead = following and following.first.ahead
         if index % 2:
-            gemm(add, half.first, hidden, Epilogue(activation=Activation.GELU_ERF), workspace=(hidden,))
+            gemm(add, half.first, hidden, Epilogue(activation=Activation.GELU_ERF, ahead=ahead), workspace=(hidden,))
             add = hidden
         else:
-            gemm(add, half.first, hidden)
+            gemm(add, half.first, hidden, Epilogue(ahead=ahead))
             self._attend(hidden.view(self.images, -1, hidden.shape[1]), half.first, by_windows=index % 4 == 0)
         if tile := self.adding[index % 2]:
-            gemm(add, half.last, rows, Epilogue(residual=True), config=tile)
+            gemm(add, half.last, rows, Epilogue(residual=True, ahead=following and following.last.ahead), config=tile)
         else:
             torch.addmm(rows, add, half.last.weight.t(), out=rows)
 

@@ -83,7 +83,7 @@ def window_attention(qkv: Tensor, padding: Tensor, out: Tensor, windows: Windows
     shape = WindowShape(columns, dim, max(16, power_of_two(dim)), side, windows.across, count)
     grid = (triton.cdiv(side * side, shape.queries), heads, len(qkv) * count)
     sizes = (windows.height, windows.width, dim**-0.5 * LOG2E)
-    launch(_window_attention, grid, qkv, padding, out, *sizes, shape, num_warps=4, num_stages=2)
+    launch(_window_attention, grid, qkv, padding, out, *sizes, shape, num_warps=4, num_stages=3)
 
 
 class ChannelShape(NamedTuple):

@@ -1,8 +1,8 @@
 """Which kernel runs a product of many rows: the Hopper GEMM or cuBLAS, measured while a program is built.
 
 Candidates are cuBLAS and the config of the table, or, without one, those of the search. Each call reads other weights,
-as a program's layers do. Nothing is measured during graph capture or in a deterministic runtime; then, and for products
-that no program has measured, the table decides.
+as a program's layers do, and the Hopper GEMM fetches the next call's ahead. Nothing is measured during graph capture or
+in a deterministic runtime; then, and for products that no program has measured, the table decides.
 
 cuBLAS cannot norm its input or add to the residual. Whether a norm runs inside the products around it is decided by
 both together, because it saves a kernel between them. The table's configs were timed in such chains.
@@ -72,15 +72,15 @@ def trial(weights: Linear, activation: Activation, rows: int, gpu: Gpu) -> Calla
     if not plain:
         out = torch.empty(rows, n // 2 if activation.gated else n, dtype=kind, device=device)
     epilogue = Epilogue(activation=activation, quantize=1.0 if fp8 and not plain else None)
-    chain, layers = Chain(gpu), in_turns(weights)
+    chain, layers = Chain(gpu), itertools.pairwise(in_turns(weights))
 
     def call(config: Library | HopperTile) -> Tensor:
-        layer = next(layers)
+        layer, following = next(layers)
         if isinstance(config, Library):
             by_library(x, layer, out, epilogue, (sums,))
         else:
             with chain.resumed():
-                hopper.gemm(x, layer, out, epilogue, None, config, gpu)
+                hopper.gemm(x, layer, out, replace(epilogue, ahead=following.ahead), None, config, gpu)
         return out
 
     return call
@@ -168,18 +168,20 @@ def norm_trial(rows: int, before: Product, after: Product) -> Callable[[str], Te
     normed = normed.to(second.weight.dtype)
     out, moments = (stream.new_empty(rows, n // 2) if activation.gated else sums), Moments.like(stream)
     epilogue, layer = Epilogue(activation=activation), second.sums is not None
-    chain, layers = Chain(current(device).gpu), zip(in_turns(first), in_turns(second), strict=False)
+    chain = Chain(current(device).gpu)
+    layers = itertools.pairwise(zip(in_turns(first), in_turns(second), strict=False))
 
     def call(way: str) -> Tensor:
-        one, other = next(layers)
+        (one, other), (following, _) = next(layers)
+        last = replace(epilogue, ahead=following.ahead)
         with chain.resumed():
             if way == "inside":
                 gemm(x, one, stream, Epilogue(residual=True, moments=moments))
-                gemm(stream, other, out, epilogue, Norm(_EPS, moments, sums=second.sums))
+                gemm(stream, other, out, last, Norm(_EPS, moments, sums=second.sums))
             else:
                 gemm(x, one, y)
                 add_norm(stream, y, stream, normed, layer=layer, eps=_EPS, inverse_scale=second.inverse_scale)
-                gemm(normed, other, out, epilogue, workspace=(sums,))
+                gemm(normed, other, out, last, workspace=(sums,))
         return out
 
     return call

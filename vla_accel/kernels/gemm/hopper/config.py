@@ -14,7 +14,7 @@ import torch
 
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.config import cheapest, deepest
-from vla_accel.kernels.gpu import PORTABLE_CLUSTER, Gpu
+from vla_accel.kernels.gpu import Gpu
 from vla_accel.numeric import round_up
 
 ARCHITECTURE = "sm_90a"
@@ -178,19 +178,13 @@ class HopperTile:
         because there a block may wait for its weights."""
         weight_tiles, waves_of = -(-sizes.n // self.weight_rows), 1 if gpu is None else gpu.multiprocessors
         blocks = -(-sizes.rows // self.tokens) * round_up(weight_tiles, self.across) * self.split
-        sharing = self.across * self.along > 1
-        if sizes.few and sharing:
-            waves_of = waves_of * (_NEIGHBOURS // self.cluster * self.cluster) // _NEIGHBOURS
         waves, chunks = -(-blocks // waves_of), -(-sizes.chunks // self.split)
         if sizes.few:
             area, row_bytes = self.weight_rows * self.tokens, 64 if sizes.widened else 128
-            fetched = (row_bytes * self.weight_rows / self.along + 128 * self.tokens / self.across) / _FETCHED
-            filled = (row_bytes * self.weight_rows + 128 * self.tokens) / _FILLED
-            # Blocks that share what they fetch wait less for it, and the tensor cores less for them.
-            multiplied = max(area / (28 if sharing else 16), _WIDENING * self.weight_rows if sizes.widened else 0)
+            multiplied = max(area / 16, _WIDENING * self.weight_rows if sizes.widened else 0)
+            fetched = (row_bytes * self.weight_rows + 128 * self.tokens) / 40
             exchanged = _EXCHANGE + area * 4 * (1 - 1 / self.split) / 30 if self.split > 1 else 0
-            chunk = max(multiplied, fetched, filled)
-            return waves * (_FIXED + chunks * chunk) + exchanged, self.split, self.resident
+            return waves * (_FIXED + chunks * max(multiplied, fetched)) + exchanged, self.split, self.resident
         products = self.weight_rows // 64 * self.tokens // 8 * chunks
         # A persistent block fetches its next tile while it ends this one.
         overhead = _OVERHEAD * (1 if self.persistent else waves) + _OVERHEAD * (self.split - 1)
@@ -202,10 +196,6 @@ _OVERHEAD = 192
 _FIXED, _EXCHANGE, _WIDENING = 2500, 600, 2.5
 """Cycles of a block besides its products, of exchanging parts of K, and of widening 64 bytes of a weight row, by
 estimate."""
-_NEIGHBOURS = 16
-"""Multiprocessors, at least, that the blocks of a cluster may be on."""
-_FETCHED, _FILLED = 40, 100
-"""Bytes a cycle that a multiprocessor fetches, and that reach its shared memory with those that others fetch for it."""
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
@@ -270,17 +260,12 @@ _KINDS_OF_MANY = (
 """The best 2 of each are measured."""
 _NARROWEST, _MORE = 16, 3
 """Tokens of a tile at least, where tiles are as many as multiprocessors; tiles of tokens beyond the fewest."""
-FEW_LEAST, FEW_MOST = 33, 1024
+FEW_LEAST, FEW_MOST = 17, 1024
 """Rows of `few_rows`."""
 _SPLITS, _SHAPES, _ALIKE = (1, 2, 3, 4, 6, 8), 4, 2
 """Parts of K; shapes that are measured with one and with two resident blocks; shapes of equal split at most."""
-_ALONE = ((1, 1),)
-_SHARING = tuple(
-    (across, along) for across in (1, 2, 4) for along in range(1, 9) if 1 < across * along <= PORTABLE_CLUSTER
-)
-"""Blocks of a cluster across the weights and along the tokens: alone, and sharing what they fetch."""
-_SEARCHED, _SEARCHED_SHARING = 2, 3
-"""Shapes of `few_rows` that the search adds for either number of resident blocks: of blocks alone, and sharing."""
+_SEARCHED = 2
+"""Shapes of `few_rows` that the search adds for either number of resident blocks."""
 _STAGES, _STAGES_WIDENED = 8, 12
 """Stages of `few_rows` at most: one of weights of one byte holds half as many bytes."""
 
@@ -327,9 +312,7 @@ def searched(gpu: Gpu | None, kind: torch.dtype, activation: Activation, rows: i
     found = cheapest(found, gpu, sizes, of_all)
     if rows > FEW_MOST:
         return found
-    few = replace(sizes, few=True)
-    found += _few_rows(gpu, few, shapes=_SEARCHED) + _few_rows(gpu, few, clusters=_SHARING, shapes=_SEARCHED_SHARING)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, *_few_rows(gpu, replace(sizes, few=True), shapes=_SEARCHED)]))
 
 
 def few_rows(
@@ -352,27 +335,19 @@ def few_rows(
     return _few_rows(gpu, sizes, paired)
 
 
-def _few_rows(
-    gpu: Gpu | None, sizes: HopperSizes, paired: int = 0, clusters: Iterable[tuple[int, int]] = _ALONE,
-    shapes: int = _SHAPES,
-) -> list[HopperTile]:  # fmt: skip
-    """Return so many shapes of `few_rows` with two resident blocks, and with one. `clusters`: as `_SHARING`."""
+def _few_rows(gpu: Gpu | None, sizes: HopperSizes, paired: int = 0, shapes: int = _SHAPES) -> list[HopperTile]:
+    """Return so many shapes of `few_rows` with two resident blocks, and with one."""
     found: list[HopperTile] = []
     most = _STAGES_WIDENED if sizes.widened else _STAGES
     tiles_of = range(-(-sizes.rows // 256), max(2, sizes.rows // 24) + 1)
-    for groups, tiles, split, resident, (across, along) in itertools.product(
-        (1, 2), tiles_of, _SPLITS, (1, 2), clusters
-    ):
-        height, width = 64 * groups, round_up(-(-sizes.rows // tiles), 8)
-        if sizes.n % (height * across) or (paired and paired % height) or -(-sizes.rows // width) % along:
+    for groups, tiles, split, resident in itertools.product((1, 2), tiles_of, _SPLITS, (1, 2)):
+        if sizes.n % (64 * groups) or (paired and paired % (64 * groups)):
             continue
-        if across * along * split > PORTABLE_CLUSTER:
-            continue
-        tile = HopperTile(groups, 1, 1, width, 3, across, along, split, resident)
+        tile = HopperTile(groups, 1, 1, round_up(-(-sizes.rows // tiles), 8), 3, split=split, resident=resident)
         stages = range(min(most, max(-(-sizes.chunks // split), 3)), 2, -1)
         found += filter(None, [deepest(tile, stages, gpu, sizes)])
     best = cheapest(found, gpu, sizes)
-    return [tile for count in (2, 1) for tile in _different((t for t in best if t.resident == count), shapes)]
+    return [tile for count in (2, 1) for tile in _different([t for t in best if t.resident == count], shapes)]
 
 
 def _different(best: Iterable[HopperTile], most: int) -> list[HopperTile]:

@@ -323,6 +323,13 @@ __device__ __forceinline__ void finish_share(Sums& sums, int count, int group, c
   }
 }
 
+// This brings a share of a later product's weights to the second-level cache, which that product then need not wait for.
+__device__ __forceinline__ void fetch_ahead(const Call& c) {
+  constexpr int PIECE = 8192;
+  for (int at = blockIdx.x * PIECE; at < c.ahead_bytes; at += gridDim.x * PIECE)
+    bulk_prefetch(c.ahead + at, min(PIECE, c.ahead_bytes - at));
+}
+
 // -- the kernel -------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __maxnreg__(LIMIT)
@@ -347,6 +354,10 @@ extern "C" __global__ void __maxnreg__(LIMIT)
   if (warp >= CONSUMERS / 32) {
     setmaxnreg_dec<FETCHING>();
     if (threadIdx.x == CONSUMERS) Fetch(weights, tokens, ring, b, c).run();
+    if (warp == CONSUMERS / 32 + 1) {
+      if ((threadIdx.x & 31) == 0) fetch_ahead(c);
+      __syncwarp();
+    }
     if (NORM && warp > CONSUMERS / 32) {
       griddepcontrol_wait();
       load_norms(ring.norms, b.token(b.tile, c), c);
