@@ -1,4 +1,4 @@
-# make libero      install everything and run the main job: the bundled π0.5 in LIBERO, 3 tasks x 3 trials
+# make libero      install the simulator and run the main job: the bundled π0.5 in LIBERO, 3 tasks x 3 trials
 # make test        install everything and run the tests except those marked slow
 # make test-all    run every test that this machine can run
 # make test-triton compile the kernels with the newer Triton of torch's CUDA build
@@ -13,6 +13,7 @@ VENV ?= $(or $(VIRTUAL_ENV),.venv)
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.vla_accel-installed
+LIBERO_STAMP := $(VENV)/.vla_accel-libero-installed
 DOCS_STAMP := $(VENV)/.vla_accel-docs-installed
 LIBERO_ARGS ?= --steps 3 --quick
 # One process runs a whole test file, because of its fixtures. Files start in order, the long ones first.
@@ -23,7 +24,8 @@ TEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_JOBS) --dist l
 .PHONY: browser compiler libero ros test test-all test-ros test-triton check format docs docs-setup setup gl tables \
 	demo-checkpoint clean
 
-libero: setup gl
+# The simulator alone, where the rest is not installed yet: half of the time and of the packages.
+libero: $(if $(wildcard $(STAMP)),setup,$(LIBERO_STAMP)) gl
 	$(BIN)/python -m eval.libero $(LIBERO_ARGS)
 
 test: setup gl
@@ -99,14 +101,19 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Show pip's output, because this takes minutes.
+PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --constraint constraints.txt torch
+	$(PIP_INSTALL) torch
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TRITON)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[libero,serve,tensorrt-rtx,diffusion,dev]'
+	$(PIP_INSTALL) --editable '.[libero,serve,tensorrt-rtx,diffusion,dev]'
+	touch $@
+
+$(LIBERO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) --editable '.[libero]'
 	touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(PIP_INSTALL) --quiet --editable '.[docs]'
 	touch $@
 
 # MuJoCo renders without a display through EGL (GPU) or OSMesa (CPU); OpenCV needs the other two.
@@ -123,7 +130,7 @@ gl:
 
 # Debian's chromium; without it the tests of reports in a browser are skipped.
 browser: setup
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
+	$(PIP_INSTALL) --quiet --editable '.[browser]'
 	@if command -v chromium >/dev/null; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \

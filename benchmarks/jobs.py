@@ -291,6 +291,8 @@ JOBS: tuple[Job, ...] = (
     *(synthetic("smolvla", config) for config in ("native", "native_fp8")),
     *(synthetic(model, config) for model in ("groot", "groot_n16", "groot_n15")
       for config in ("native", "native_fp8_denoise")),
+    *(synthetic(model, config) for model, low in (("fastwam", "native_fp8"), ("molmoact2", "native_fp8"),
+      ("xvla", "native_fp8_denoise")) for config in ("native", low)),
     # Success; the first run of a comparison is the reference.
     *PAIRED,
     *PAIRED_ELSEWHERE,

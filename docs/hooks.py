@@ -6,6 +6,7 @@ Links are rewritten from the location of the file to the location of its page.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Return a page with rewritten links and the layout inserted."""
-    return linked(markdown, page.file.src_uri).replace(LAYOUT, layout())
+    text = linked(markdown, page.file.src_uri)
+    return text.replace(LAYOUT, layout()) if LAYOUT in text else text
 
 
 def linked(markdown: str, page: str) -> str:
@@ -74,6 +76,7 @@ def _folder(folder: Path, *, modules: bool) -> str:
     return f"### {name}/\n\n{about}\n\n{table}\n"
 
 
+@functools.cache
 def first_line(path: Path) -> str:
     """Return the first paragraph of a module's docstring as Markdown for a table; empty without a docstring."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""

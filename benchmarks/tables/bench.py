@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.tables.table import MODELS, PROJECTS, Cell, Row, blocks, command, machine, of, plural, steps_of, table
-from vla_accel.measure.host import beside
+from vla_accel.measure.host import busy_host
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, steps_timed
 from vla_accel.report.bench import ran
 
@@ -147,7 +147,7 @@ def conditions(result: Row) -> str:
         )
     for name, once in result.get("timed_once", {}).items():
         text += f" {name} was timed at {steps_of(model.get('kind', ''), once['steps'])} only: {once['why']}."
-    if busy := beside(result.get("host", {})):
+    if busy := busy_host(result.get("host", {})):
         text += f" {busy[0].upper()}{busy[1:]}."
     if result["left_out"]:
         text += f" Left out: {', '.join(sorted(result['left_out']))} (not installed)."

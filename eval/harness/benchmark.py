@@ -28,7 +28,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks that are reported together: `tasks[i].id == i`; `max_steps`: actions after which an episode is lost."""
+    """Tasks that are reported together: `tasks[i].id == i`; `max_steps`: an episode fails after so many
+    actions."""
 
     name: str
     tasks: Sequence[Task]

@@ -1,7 +1,7 @@
 """The command line of a benchmark: play a policy through it and report success and latency.
 
 Prints progress and tables on stderr, and one JSON line on stdout at the end. Exit code: 0 when every episode ran to its
-end (won or lost), 1 when some crashed, 2 for bad input, 130 when interrupted.
+end (successes or failures), 1 when some crashed, 2 for bad input, 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
             stress=stress,
         )
 
-    beside = {path.stem: read_result(path)[0] for path in arguments.beside} or None
-    request = Request(arguments, benchmark, suites, protocol, source, beside, command)
+    compare = {path.stem: read_result(path)[0] for path in arguments.compare} or None
+    request = Request(arguments, benchmark, suites, protocol, source, compare, command)
     # Check the numbers before anything is loaded; the step count of the policy is not known yet.
     request.plan(protocol({} if source.kind == "expert" else {"num_steps": (steps or (1,))[0]}))
     return request

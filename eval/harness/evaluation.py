@@ -45,7 +45,7 @@ class Request:
         options: the options of the command line, checked.
         suites: the played suites of the benchmark, loaded.
         protocol: makes the protocol from the policy's metadata (empty for the expert).
-        beside: results by name whose latencies are shown for comparison; None for the stored ones of the same model.
+        compare: results by name whose latencies are shown for comparison; None for the stored ones of the same model.
         command: the command line, for the record.
     """
 
@@ -54,7 +54,7 @@ class Request:
     suites: tuple[Suite, ...]
     protocol: Callable[[Mapping[str, Any]], Protocol]
     source: PolicySource
-    beside: Mapping[str, Mapping[str, Any]] | None
+    compare: Mapping[str, Mapping[str, Any]] | None
     command: list[str]
 
     @property
@@ -117,13 +117,13 @@ def evaluate(request: Request, console: Console) -> dict[str, Any]:
                 setup = Setup(request.benchmark, protocol, request.source, **filming, view=view)
                 _play(setup, missing, workers, log, console)
             result = _result(request, protocol, mark, workers, log, video_folder)
-    beside = request.beside if request.beside is not None else report.stored_like(result, name)
-    result["figure"] = figures.draw_result(result, output, beside)
+    compare = request.compare if request.compare is not None else report.stored_like(result, name)
+    result["figure"] = figures.draw_result(result, output, compare)
     result["elapsed_s"] = round(time.perf_counter() - start, 3)
     write_json(output, result, allow_nan=False)
     html = options.report or (output.with_suffix(".html") if options.quick else None)
     if html is not None:
-        page.write(run_page(result, beside), html)
+        page.write(run_page(result, compare), html)
     if not console.quiet:
         print_run(result)
     return {**result, "output": str(output), "report": None if html is None else str(html)}

@@ -57,7 +57,7 @@ def write_video(recorder: VideoRecorder, stem: Path) -> Path:
 
 
 def draw_result(
-    result: Mapping[str, Any], output: Path, beside: Mapping[str, Mapping[str, Any]] | None = None
+    result: Mapping[str, Any], output: Path, compare: Mapping[str, Mapping[str, Any]] | None = None
 ) -> str | None:
     """Draw the latencies of a result as stacked bars next to its file `output`, with those of other runs by name and a
     line at the target rate; returns the path of the picture, or None if nothing was timed."""
@@ -66,7 +66,7 @@ def draw_result(
         return None
     target_hz, path = rows[0]["target"]["target_hz"], output.with_suffix(".latency.png")
     title = f"{policy_name(result)} on {machine(rows[0]['breakdown']['hardware'])}"
-    bars = bars_of({"this run": result, **(beside or {})})
+    bars = bars_of({"this run": result, **(compare or {})})
     limit = (1e3 / target_hz, f"{target_hz:g} Hz")
     write_png(charts.stacked(bars, unit=f"mean latency of one call [ms]: {title}", narrow=False, limit=limit), path)
     return str(path)

@@ -44,14 +44,14 @@ class Arguments:
     """Folder for videos of the first trial of each task. With --quick one is made in any case."""
     film_all: bool = False
     """Film every episode, with the images of the policy, into --video's folder or one named after the output, so that
-    `eval.paired --report` can show lost episodes next to those of the reference."""
+    `eval.paired --report` can show failed episodes next to those of the reference."""
     report: OutputFile = None
     """HTML file that opens offline: pictures, tables, films, conditions. With --quick one is made in any case."""
     view: ViewTarget = None
     """Show camera images, chunks, executed actions and latencies in rerun: "rerun" starts its viewer,
     "rerun://HOST:PORT" names one that runs, "rerun:FILE.rrd" records into a file. For one simulator in this process."""
-    beside: tuple[Path, ...] = ()
-    """Result files whose latencies the pictures show for comparison. Default: stored runs of the same model on the
+    compare: tuple[Path, ...] = ()
+    """Result files whose latencies the figures also show. Default: stored runs of the same model on the
     same kind of device."""
     workers: Number = None
     """Simulators that play at once. More are faster, but they slow down each other's policy calls. Default: 1, or one
@@ -60,7 +60,7 @@ class Arguments:
     """Play on a Ray cluster: "auto" for the one that this machine belongs to, HOST:PORT for another, "local" for one
     that is started here and ends with the run. One policy for each GPU, or each machine if there is none."""
     max_steps: int | None = None
-    """Actions before an episode is lost. Default: the benchmark's limit for the suite."""
+    """Actions before an episode counts as a failure. Default: the benchmark's limit for the suite."""
     stress: Annotated[str | None, Argument("NAME=VALUE,...")] = None
     """Disturbances of what the policy sees, such as "noise=0.1,brightness=0.8", or of when its actions arrive
     ("latency=2", in control ticks). An unknown name lists all of them."""

@@ -97,7 +97,7 @@ def paired_page(report: Mapping[str, Any], results: Mapping[str, Result]) -> Pag
     )
     mine = {f"{reference}{_at(_reference_steps(row))}": row["reference"] for row in rows}
     rates = [*mine.items(), *((f"{row['name']}{_at(row['steps'])}", row["other"]) for row in rows)]
-    films = _lost_films(rows, results, reference)
+    films = _differing_films(rows, results, reference)
     runs = [(f"{name}{_at(row['steps'])}", row) for name, r in results.items() for row in r["summary"]["rows"]]
     last = report["policies"][reference]
     rules = {"note": report.get("note"), **_rules(report["protocol"])}
@@ -128,7 +128,8 @@ def pairs_table(report: Mapping[str, Any]) -> Table:
                 f"{pairs['reference']['errors']} and {pairs['other']['errors']}",
             ])  # fmt: skip
     title = f"Pairs with {report['reference']}; p: McNemar, exact; sees: with 80 % power at 5 %"
-    header = ("run", "pairs", "both", "lost", "gained", "neither", "reference", "this", "p", "sees", "errors")
+    header = ("run", "pairs", "both", "regressions", "improvements", "neither", "reference", "this", "p", "sees",
+              "errors")  # fmt: skip
     return Table(title, header, body)
 
 
@@ -251,26 +252,27 @@ def _discordant(rows: Sequence[Mapping[str, Any]]) -> Table | Text:
     return Table("Episodes that only one of them won", header, body) if body else Text("None.")
 
 
-def _lost_films(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Result], reference: str) -> list[Films]:
-    """Videos of lost episodes, then of gained ones, where both runs have them."""
+def _differing_films(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Result], reference: str) -> list[Films]:
+    """Videos of regressions, then of improvements, where both runs have them."""
     filmed = {name: _films_of(result) for name, result in results.items()}
-    lost, gained = [], []
+    regressions, improvements = [], []
     for row in rows:
         for episode in row["discordant"]:
             key = EpisodeKey.from_json({**episode, "steps": row["steps"]})
             keys = {row["name"]: key, reference: replace(key, steps=_reference_steps(row))}
             both = [(name, filmed[name][keys[name]]) for name in (reference, row["name"]) if keys[name] in filmed[name]]
             if len(both) == 2:
-                how, kept = ("lost", lost) if episode["won_by"] == "reference" else ("gained", gained)
-                kept.append(Films(f"{row['name']} {how} {key}", both))
-    return [*lost, *gained][:MOST_FILMS]
+                worse = episode["won_by"] == "reference"
+                title = f"{row['name']}: {'regression' if worse else 'improvement'} in {key}"
+                (regressions if worse else improvements).append(Films(title, both))
+    return [*regressions, *improvements][:MOST_FILMS]
 
 
 def _own_films(result: Result) -> list[Films]:
     outcomes = {EpisodeKey.from_json(e): e for e in result["episodes"]}
     shown = []
     for key, path in list(_films_of(result).items())[:MOST_FILMS]:
-        outcome = "error" if outcomes[key].get("error") else "won" if outcomes[key]["success"] else "lost"
+        outcome = "error" if outcomes[key].get("error") else "success" if outcomes[key]["success"] else "failure"
         shown.append(Films(f"{key}: {outcome}", [("rollout", path)]))
     return shown
 

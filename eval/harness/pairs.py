@@ -108,8 +108,8 @@ def _steps(outcomes: Outcomes) -> str:
 
 
 def _counts(keys: list[EpisodeKey], mine: Outcomes, theirs: Outcomes) -> dict[str, Any]:
-    """Pairs of episodes that both policies finished (JSON types): won by both, only by the reference (lost), only by
-    the other (gained), by none. A pair with an error is not compared."""
+    """Pairs of episodes that both policies finished (JSON types): won by both, only by the reference (`lost`, a
+    regression), only by the other (`gained`, an improvement), by none. A pair with an error is not compared."""
     pairs = Counter((mine[key], theirs[key]) for key in keys)
     both, lost, gained, neither = (pairs[p] for p in ((True, True), (True, False), (False, True), (False, False)))
     number = both + lost + gained + neither

@@ -51,7 +51,7 @@ class Protocol:
         tasks: task indices in playing order, equal for each suite.
         trials: episodes per task and step count; trial i starts from start state i of the task.
         steps: denoising step counts to sweep; `(None,)` where the harness does not set them.
-        max_steps: actions after which an episode is lost; one number for each of several suites.
+        max_steps: actions after which an episode is a failure; one number for each of several suites.
         seed: with task and trial it seeds the simulator and the policy's noise (openpi seeds once per run, so that its
             episodes depend on earlier ones).
         replan_steps: actions executed of each predicted chunk.

@@ -77,7 +77,7 @@ class Model:
         """
         indices = [*self.newest] if env_idx_list is None else [int(index) for index in env_idx_list]
         if not indices or (missing := [index for index in indices if index not in self.newest]):
-            raise ObservationError(f"env_idx: expected an observation of {missing if indices else 'any'}, got none")
+            raise ObservationError(f"env_idx: expected an observation for {missing if indices else 'any'}, got none")
         kept = [self.newest[index] for index in indices]
         seen = [self.observation(obs) for obs in kept]
         results = [self.policy.infer(seen[0])] if len(seen) == 1 else self.policy.infer_batch(seen)

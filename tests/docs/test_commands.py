@@ -106,6 +106,7 @@ SMALLER: dict[str, str] = {
     "--unet-rounds 1 --dtype fp32 --device cpu",
     "vla-accel bench-qwen ": "--tiny --size 64 --steps 1 --layers 1 --rounds 1 --transformer native --device cpu",
     "vla-accel precision ": "--calls 1 --size 64 --device cpu",
+    "python -m benchmarks.memory ": "--families smolvla",
 }
 """Beginnings of commands that are run with these words, too; on a CPU, so that the same is run everywhere."""
 

@@ -242,6 +242,7 @@ def test_vision_with_pixel_maps_is_checked_on_images_that_count(tmp_path: Path, 
     assert graph.similarity is not None and graph.similarity > SIMILARITY
 
 
+@pytest.mark.slow
 def test_the_quantised_prefix_is_the_component_but_for_fp8() -> None:
     model = random_model(tiny_config("pi05"))
     before = {n: p.clone() for n, p in model.named_parameters()}

@@ -120,7 +120,7 @@ def test_profiles_are_the_whole_range_or_those_requested(library: Library, expor
 
 @pytest.mark.parametrize(
     "options",
-    [{"weight_streaming": True}, {"optimization_level": 1, "workspace_mb": 64}],
+    [pytest.param({"weight_streaming": True}, marks=pytest.mark.slow), {"optimization_level": 1, "workspace_mb": 64}],
     ids=str,
 )
 def test_options_reach_the_builder(library: Library, exported: Any, options: Any, monkeypatch: Any) -> None:

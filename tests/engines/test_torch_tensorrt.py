@@ -105,6 +105,7 @@ def spec(precision: Any = "auto", **options: Any) -> EngineSpec:
     return EngineSpec("torch_tensorrt", precision=precision, tensorrt=TensorrtOptions(**options))
 
 
+@pytest.mark.slow
 def test_vision_is_one_part_and_the_prefix_one_an_mlp() -> None:
     model = random_model(tiny_config("pi05"))
 

@@ -1,4 +1,4 @@
-"""Reports of evaluations: figures of the JSON, films of lost episodes side by side, stored runs beside."""
+"""Reports of evaluations: figures of the JSON, films of differing episodes side by side, stored runs for comparison."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def section(page: Page, title: str) -> Section:
     return next(s for s in page.sections if s.title == title)
 
 
-def test_lost_episodes_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differing_episodes_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = []
-    for name, lost in (("reference", (0,)), ("other", (3, 7))):
+    for name, failed in (("reference", (0,)), ("other", (3, 7))):
         run, folder = copy.deepcopy(RUN), tmp_path / name
         folder.mkdir()
         for number, episode in enumerate(run["episodes"]):
             episode["video"] = f"{number}.mp4"
-            episode["success"] = number not in lost
+            episode["success"] = number not in failed
             (folder / f"{number}.mp4").write_bytes(f"{name} {number}".encode())
         (folder / "7.mp4").unlink()
         run["videos"] = [str(folder / e["video"]) for e in run["episodes"]]
@@ -66,7 +66,7 @@ def test_lost_episodes_are_shown_side_by_side(tmp_path: Path, capsys: pytest.Cap
     results = {Path(p).stem: json.loads(Path(p).read_text()) for p in paths}
     films = [i for i in section(pages.paired_page(compared, results), "Episodes that only one of them won").items
              if isinstance(i, Films)]  # fmt: skip
-    # One of two lost ones has no film any more; the lost one stands before the gained one, the reference to the left.
+    # One of two regressions has no film any more. Regressions come before improvements, the reference is on the left.
     shown = [[path.read_text() for _, path in pair.films] for pair in films]
     assert shown == [["reference 3", "other 3"], ["reference 0", "other 0"]]
     page = pages.paired_page(compared, results)
@@ -93,7 +93,7 @@ def test_a_report_of_a_damaged_summary_is_one_error(
     assert said.count("\n") == 1 and not report.exists()
 
 
-def test_only_runs_of_the_same_model_and_kind_of_device_stand_beside() -> None:
+def test_only_runs_of_the_same_model_and_kind_of_device_are_compared() -> None:
     assert list(stored_like(RUN, "libero")) == ["stored: libero_spatial_quick_cpu"]
     other = copy.deepcopy(RUN)
     for row in other["summary"]["rows"]:

@@ -138,7 +138,7 @@ def check_norms_inside(
         torch.testing.assert_close(moments.squares, real.squares, atol=1e-3, rtol=1e-5)
     if kind != FP8 and runs(tiling, kind, k, normed=True, gated=gated):
         x = (x.float() * 2 + 3 * normal(rows, 1)).to(kind)
-        sums = weights.weight.float().sum(1) * weights.weight_scale_value
+        sums = weights.true_weight(torch.float32).sum(1)
         for kept in (None,) if gated else (None, sums):
             out = torch.full((rows, n // 2 if gated else n), float("nan"), device=DEVICE, dtype=kind)
             times(x, weights, out, tiling, Norm(1e-6, moments_of(x, None, 64), sums=kept), activation=activation)
@@ -163,10 +163,13 @@ def test_gated_products_take_an_rms_norm_in(activation: Activation) -> None:
                 check_norms_inside(tiling, torch.bfloat16, rows, 640, 1152, activation)
 
 
-@pytest.mark.parametrize(("n", "activation"), [(6144, Activation.GELU), (4608, Activation.NONE)])
-def test_few_rows_take_a_modulated_layer_norm_in(n: int, activation: Activation) -> None:
-    """GR00T's denoise loop: its shift is a constant of the step."""
-    rows, k, gpu = 41, 1536, Gpu.of(DEVICE)
+@pytest.mark.parametrize(("rows", "n", "k", "activation"), [
+    (41, 6144, 1536, Activation.GELU), (41, 4608, 1536, Activation.NONE), (32, 9216, 1024, Activation.NONE),
+    (32, 3072, 1024, Activation.NONE),
+])  # fmt: skip
+def test_few_rows_take_a_modulated_layer_norm_in(rows: int, n: int, k: int, activation: Activation) -> None:
+    """The denoise loops of GR00T and FastWAM: the shift is a constant of the step. Plain products write moments."""
+    gpu = Gpu.of(DEVICE)
     draw = torch.Generator(device=DEVICE).manual_seed(n)
     x = (torch.randn(rows, k, device=DEVICE, generator=draw) + 1).bfloat16()
     weight = (torch.randn(n, k, device=DEVICE, generator=draw) * k**-0.5).bfloat16()
@@ -176,8 +179,12 @@ def test_few_rows_take_a_modulated_layer_norm_in(n: int, activation: Activation)
     want = F.gelu(want, approximate="tanh") if activation is Activation.GELU else want
     for tile in few_rows(gpu, rows, n, k):
         out = torch.full((rows, n), float("nan"), device=DEVICE, dtype=torch.bfloat16)
-        times(x, Linear(weight), out, tile, norm, shift=shift, activation=activation)
+        moments = Moments.like(out) if activation is Activation.NONE else None
+        times(x, Linear(weight), out, tile, norm, shift=shift, activation=activation, moments=moments)
         assert (out.float() - want).norm() / want.norm() < 0.006, str(tile)
+        if moments is not None:
+            real = moments_of(out, None, 64)
+            torch.testing.assert_close(moments.squares, real.squares, atol=1e-3, rtol=1e-5)
 
 
 WIDENED = (

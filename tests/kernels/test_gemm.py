@@ -197,7 +197,7 @@ def test_some_hundreds_of_rows_share_k_where_tiles_are_few(kind: torch.dtype) ->
     assert any(tile.split > 2 for tile in deep) and wide[0].split == 1
 
 
-@pytest.mark.parametrize("rows", [33, 50, 80, 200, 512, 1000])
+@pytest.mark.parametrize("rows", [17, 32, 33, 50, 80, 200, 512, 1000])
 def test_configs_for_few_rows_run_and_keep_the_gpu_busy(rows: int) -> None:
     """Weight rows, K, and rows of a group of pairs, of π0's and π0.5's expert."""
     for n, k, paired in ((2560, 1024, 256), (1024, 2048, 0), (8192, 1024, 8192), (1024, 4096, 0)):
@@ -240,7 +240,7 @@ def test_a_stage_of_one_byte_weights_is_smaller_and_needs_more_registers() -> No
 def test_elsewhere_there_are_no_configs_for_few_rows() -> None:
     for gpu in (None, A100, GPUS["B200"], H200.portable):
         assert few_rows(gpu, 160, 1024, 2048) == []
-    assert few_rows(H200, 32, 1024, 2048) == [] != few_rows(H200, 33, 1024, 2048)
+    assert few_rows(H200, 16, 1024, 2048) == [] != few_rows(H200, 17, 1024, 2048)
     for n, k, paired in ((720, 1024, 0), (1024, 1020, 0), (2400, 1024, 48)):
         assert few_rows(H200, 160, n, k, paired) == []
 
@@ -428,7 +428,8 @@ def test_operands_and_epilogues_that_do_not_fit_are_refused(recorder: Recorder) 
         ((x, weights, out), {**onto, "moments": Moments.like(out, 32)}, "moments of 64 columns, got 32"),
         ((x, weights, out), {**onto, "activation": GELU}, "plain product"),
         ((x, weights, out.to(FP8)), {**onto, "quantize": 1.0}, "plain product"),
-        ((x, weights, out), {"moments": of_out}, "come with a residual"),
+        ((x, weights, out), {"gate": torch.zeros(128)}, "come with a residual"),
+        ((x, paired, half), {"activation": GEGLU, "moments": of_out}, "neither gated nor rotated"),
         ((x, weights, out), {"residual": True, "skip_every": 2}, "rows with constants"),
         ((x, weights, out), {"norm": Norm(1e-6)}, "come with moments"),
         ((x, weights, out), {"norm": Norm(1e-6, of_out)}, "moments of 192 columns"),

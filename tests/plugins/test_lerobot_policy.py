@@ -375,7 +375,7 @@ def test_images_state_and_tasks_have_as_many_rows(policy: VlaAccelPolicy, key: s
     """Otherwise a robot would get no action, or an action for another robot's images."""
     _, batch = arm_batch(0, 1)
     other = arm_batch(*range(rows))[1]
-    with pytest.raises(ObservationError, match=rf"batch: expected as many rows .*{key} {rows}"):
+    with pytest.raises(ObservationError, match=rf"batch: expected the same number of rows .*{key} {rows}"):
         policy.predict_action_chunk({**batch, key: other[key]})
 
 

@@ -193,7 +193,7 @@ def test_refused_joints_are_reported_once_the_last_good_ones_are_too_old(
 def test_an_array_of_another_size_names_both_sizes_until_a_restart(tmp_path: Path) -> None:
     text = PRESENT.replace("/joints, type: sensor_msgs/msg/JointState", "/joints, type: std_msgs/msg/Float64MultiArray")
     free = text.replace("    select: [position.a, position.b]\n    apply: [rad2deg]\nactions", "actions")
-    for content, expected in ((text, "2 numbers, as in select, got 3"), (free, "shape (2,), as at first, got (3,)")):
+    for content, expected in ((text, "2 numbers, as in select, got 3"), (free, "that of the first message, got (3,)")):
         observations = Observations(read(tmp_path, content), max_age_s=0.5, max_skew_s=0.2)
         _, state = observations.streams
         state.receive(SimpleNamespace(data=[1.0, 2.0]), 100.0)

@@ -162,7 +162,7 @@ def test_a_camera_that_is_not_named_is_no_missing_one() -> None:
         ({"chunk_size": 6}, "chunk_size: expected 1 to 5, .*, got 6"),
         ({"chunk_size": 0}, "chunk_size: expected 1 to 5, .*, got 0"),
         ({"max_batch_size": 0}, "max_batch_size: expected at least 1, got 0"),
-        ({"max_wait_time": -1.0}, r"max_wait_time: expected seconds from 0 on, got -1\.0"),
+        ({"max_wait_time": -1.0}, r"max_wait_time: expected at least 0 seconds, got -1\.0"),
         ({"config": {"warm_start": 0.5}}, r"config: expected no warm_start, .*, got 0\.5"),
     ],
 )

@@ -43,13 +43,13 @@ def stored(name: str) -> dict[str, Any]:
 
 
 def compared(folder: Path) -> tuple[Page, dict[str, Any]]:
-    """A stored run beside itself, but for what either of them is said to have lost, with a film of each episode."""
+    """A stored run compared with itself, except for the episodes that each of them fails, with a film of each."""
     results = {}
-    for name, lost in (("reference", {0}), ("other", {3, 7})):
+    for name, failed in (("reference", {0}), ("other", {3, 7})):
         run, films = stored("libero_spatial_quick_cpu"), folder / name
         films.mkdir()
         for number, episode in enumerate(run["episodes"]):
-            episode |= {"success": number not in lost, "video": f"{number}.gif"}
+            episode |= {"success": number not in failed, "video": f"{number}.gif"}
         run["videos"] = [str(films / episode["video"]) for episode in run["episodes"]]
         for path in run["videos"]:
             Image.new("RGB", (128, 64), "teal").save(path)
@@ -173,15 +173,15 @@ def test_it_is_read_by_keyboard_and_by_screen_readers(browser: Any, made: tuple[
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_films_of_a_lost_episode_stand_side_by_side(browser: Any, tmp_path: Path, width: int) -> None:
-    """Or below each other where there is no room: the reference first, lost ones before gained ones."""
+def test_films_of_a_differing_episode_are_side_by_side(browser: Any, tmp_path: Path, width: int) -> None:
+    """Or below each other on a narrow page: the reference first, regressions before improvements."""
     page, wrong = opened(browser, write(compared(tmp_path)[0], tmp_path / "paired.html"), width)
     films = page.evaluate("[...document.querySelectorAll('.film')].map(e => [e.innerText.trim(), e.offsetLeft])")
     assert wrong == [] and [label for label, _ in films] == ["reference", "other"] * 3
     beside = [left < right for (_, left), (_, right) in zip(films[::2], films[1::2], strict=True)]
     assert beside == [width > 600] * 3
     titles = page.get_by_role("figure").filter(has=page.locator(".films")).locator("figcaption").all_inner_texts()
-    assert [title.split(" ")[1] for title in titles] == ["lost", "lost", "gained"]
+    assert [title.split(" ")[1] for title in titles] == ["regression", "regression", "improvement"]
 
 
 NAMED = """e => (e.getAttribute('aria-label') || e.getAttribute('aria-labelledby') || e.alt || e.title ||

@@ -85,7 +85,8 @@ def cases(few: bool) -> dict[str, Case]:
     def stem(weight: Tensor, images: Tensor, scales: Tensor) -> Tensor:
         """A crop of the second and third of four views, in a buffer of three."""
         out = torch.full((2, 3, 9, 10, 16), 9.0, dtype=weight.dtype, device=weight.device)
-        convolve_pixels(weight, images[:, 1:3, 2:19, 1:21], scales / 255, out[:, 1:])
+        scales = torch.stack((scales[:, 0] / 255, scales[:, 1]), 1)
+        convolve_pixels(weight, images[:, 1:3, 2:19, 1:21], scales, out[:, 1:])
         return out
 
     def channels_last(*shape: int) -> Tensor:

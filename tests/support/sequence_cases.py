@@ -10,7 +10,9 @@ import torch
 from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, eight_bit
 from tests.support.kernel_cases import moments_of
 from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.attention.config import FlashTile, NormedTile
 from vla_accel.kernels.attention.maps import Windows
+from vla_accel.kernels.attention.normed import HeadsNorm, Keys
 from vla_accel.kernels.gemm.config import Pipelined
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments
@@ -65,7 +67,7 @@ def _norm_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int
 
 def _causal(
     batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, padding: tuple[int, ...] | None = None,
-    islands: tuple[slice, ...] = (), scale: float | None = None,
+    islands: tuple[slice, ...] = (), scale: float | None = None, tile: FlashTile | None = None,
 ) -> Callable:  # fmt: skip
     """`padding`: rows before the first real one; `islands`: rows that see each other; `scale`: of an FP8 output."""
 
@@ -81,7 +83,7 @@ def _causal(
         together = torch.zeros(tokens, dtype=torch.int32) if islands else None
         for island in islands:
             together[island] = 1  # type: ignore[index]
-        more = {"out": out, "starts": starts, "together": together, "inverse_scale": scale}
+        more = {"out": out, "starts": starts, "together": together, "inverse_scale": scale, "tile": tile}
         return Call("causal_attention", {**parts, **more}, ("out",))
 
     return call
@@ -125,19 +127,46 @@ def _measured(rows: int, width: int, scaled: bool) -> Callable:
     return call
 
 
-def _wide_norm(batch: int, tokens: int, heads: int, head_dim: int, what: str, layers: int) -> Callable:
-    """`what`: letters of q, k and v that rows have, and r for a rotation."""
-
+def _wide_norm(batch: int, tokens: int, heads: int, head_dim: int, rotated: bool, layers: int) -> Callable:
     def call(draw: Draw) -> Call:
-        rows, width, parts = batch * tokens * layers, heads * head_dim, [part for part in "qkv" if part in what]
-        norms = {f"{part}_norm": 1.0 + draw.wide(layers, width, scale=0.3) for part in parts if part != "v"}
-        into = NormedHeads(**{part: Empty((rows, width), draw.dtype) for part in parts}, **norms)  # type: ignore[arg-type]
+        rows, width = batch * tokens * layers, heads * head_dim
+        keys, values = (Empty((rows, width), draw.dtype) for _ in range(2))
+        into = NormedHeads(keys, values, 1.0 + draw.wide(layers, width, scale=0.3))  # type: ignore[arg-type]
         arguments = {
-            "x": draw(rows, len(parts) * width), "into": into,
-            "rope": rope_tables(tokens, head_dim, torch.device("cpu")) if "r" in what else None, "heads": heads,
+            "x": draw(rows, 2 * width), "into": into,
+            "rope": rope_tables(tokens, head_dim, torch.device("cpu")) if rotated else None, "heads": heads,
             "eps": EPS, "layers": layers,
         }  # fmt: skip
-        return Call("norm_heads", arguments, tuple(f"into.{part}" for part in parts))
+        return Call("norm_heads", arguments, ("into.k", "into.v"))
+
+    return call
+
+
+def normed_attention(
+    batch: int, tokens: int, source: int, heads: int, head_dim: int, what: str, columns: int, tile: NormedTile | None
+) -> Callable:
+    """`what`: letters of own keys, rope, bias and cache. `columns`: of the moments' tiles; 0: parts are rows."""
+
+    def call(draw: Draw) -> Call:
+        width, parts = heads * head_dim, 3 if "k" in what else 1
+        x = draw(batch * tokens, parts * width)
+        moments = moments_of(x, None, columns) if columns else moments_of(x.view(-1, width), None, width)
+        q_norm, k_norm = (1.0 + draw.wide(width, scale=0.3) for _ in range(2))
+        rope = rope_tables(tokens, head_dim, torch.device("cpu")) if "r" in what else None
+        prefix, cache = None, None
+        if source:
+            bias = draw.wide(batch, source)
+            bias[:, 1::3] = -float("inf")
+            keys, values = (draw(batch, source, heads, head_dim) for _ in range(2))
+            prefix = Keys(keys, values, bias if "b" in what else None)
+        if "c" in what:
+            cache = Keys(*(Empty((batch, tokens, heads, head_dim), draw.dtype) for _ in range(2)))  # type: ignore[arg-type]
+        arguments = {
+            "x": x, "moments": moments,
+            "norm": HeadsNorm(EPS, q_norm, k_norm if "k" in what else None, rope),
+            "out": Empty((batch, tokens, heads, head_dim), draw.dtype), "prefix": prefix, "cache": cache, "tile": tile,
+        }  # fmt: skip
+        return Call("normed_attention", arguments, ("out", *(("cache.keys", "cache.values") if cache else ())))
 
     return call
 
@@ -216,10 +245,16 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"add_at {shape}", _add_at(shape[0], shape[1] + shape[2], shape[1], shape[3])
     for shape in ((2, 5, 3, 1, 12, True), (1, 33, 2, 2, 16, False), (1, 7, 4, 2, 6, True)):
         yield f"rotate {shape}", _norm_rope(*shape)
-    for shape, what, layers in (
-        ((2, 5, 3, 24), "qkvr", 1), ((1, 7, 4, 6), "q", 1), ((3, 2, 2, 16), "kv", 3), ((2, 3, 1, 128), "kvr", 1),
+    for shape, rotated, layers in (
+        ((2, 5, 3, 24), True, 1), ((1, 7, 4, 6), False, 1), ((3, 2, 2, 16), False, 3), ((2, 3, 1, 128), True, 1),
     ):  # fmt: skip
-        yield f"norm_heads {shape} {what}", _wide_norm(*shape, what, layers)
+        yield f"norm_heads {shape} {rotated=}", _wide_norm(*shape, rotated, layers)
+    for case in (
+        (2, 5, 7, 3, 24, "kr", 8, None), (1, 33, 40, 2, 16, "krb", 16, NormedTile(16, 16, 16, 4)),
+        (2, 20, 0, 3, 8, "krc", 4, NormedTile(16, 16, 16, 4)), (1, 7, 70, 2, 48, "b", 32, NormedTile(16, 64, 16, 4)),
+        (2, 3, 20, 1, 16, "", 0, None), (1, 18, 3, 2, 6, "krc", 0, None),
+    ):  # fmt: skip
+        yield f"normed_attention {case}", normed_attention(*case)
     causal: list[tuple[Any, ...]] = [
         (2, 33, 4, 2, 16),
         (1, 1, 2, 1, 6),
@@ -229,6 +264,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     ]
     for shape in causal:
         yield f"causal_attention {shape}", _causal(*shape)
+    for wide in (FlashTile(128, 64, 8, 2), FlashTile(64, 128, 4, 2)):
+        yield f"causal_attention {wide}", _causal(1, 200, 2, 1, 12, None, (slice(140, 150),), tile=wide)
     yield "causal_attention fp8", _causal(1, 40, 4, 2, 16, scale=200.0)
     for shape in ((3, 20), (1, 6)):
         yield f"gelu, exact {shape}", _gelu(*shape)
@@ -236,6 +273,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         (41, 40, 48, "nsg"), (41, 40, 48, "nsgm"), (3, 20, 33, "nm"),
         (41, 40, 48, "nqs"), (41, 40, 48, "nqsm"), (3, 20, 33, "nqi"),
         (41, 24, 72, "ns8"), (41, 24, 72, "nsi"), (17, 132, 40, "nmi"), (3, 20, 33, "n"), (82, 132, 40, "r"),
+        (9, 20, 136, "nqs"), (16, 40, 72, "ns8"),
         (17, 16, 24, ""),
     ):  # fmt: skip
         yield f"product {rows}x{k}x{n} {what}", _product(rows, n, k, what)

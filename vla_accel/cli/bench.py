@@ -16,7 +16,7 @@ from vla_accel.cli.options import Argument, Checkpoint, Count, Folder, Number, O
 from vla_accel.config import AUTO, PolicyConfig, load_config
 from vla_accel.errors import ConfigError
 from vla_accel.files import without_folders
-from vla_accel.measure.host import beside
+from vla_accel.measure.host import busy_host
 from vla_accel.measure.start import starts
 from vla_accel.progress import going_on
 from vla_accel.report.bench import console_tables, page
@@ -192,7 +192,7 @@ def main(options: Bench, words: list[str]) -> int:
     report["complete"] = True
     for table in console_tables(report):
         print_table(*table)
-    if warning := beside(host):
+    if warning := busy_host(host):
         say(warning)
     write_if(options.output, report)
     if options.report is not None:

@@ -12,7 +12,7 @@ from vla_accel.cli.common import print_json, print_table, say
 from vla_accel.cli.options import Count, OutputFile, PolicySource, Seed, Within, Written
 from vla_accel.config import AUTO
 from vla_accel.files import without_folders, write_json
-from vla_accel.measure.host import beside
+from vla_accel.measure.host import busy_host
 from vla_accel.measure.recording import load_observations, named
 from vla_accel.progress import going_on
 from vla_accel.report.flow import chosen_of, dimensions, judged, page, summary
@@ -99,7 +99,7 @@ def main(options: Flow, words: list[str]) -> int:
     for table in (judged(result), dimensions(result)):
         print_table(table.title, table.header, [[*map(str, row)] for row in table.rows])
     print("\n".join(lines))
-    if warning := beside({"cores": os.cpu_count(), "others_busy": cores[0] or 0.0}):
+    if warning := busy_host({"cores": os.cpu_count(), "others_busy": cores[0] or 0.0}):
         say(f"warning: {warning}")
     say(f"configuration: {written}, as in `vla-accel serve {checkpoint} --config {written}`")
     say(f"report: {report}")

@@ -105,6 +105,7 @@ def read(kind: type[T], words: Sequence[str] | None, program: str) -> T:
 
 
 REMOVED = {
+    "beside": "it is now --compare FILE",
     "checkpoint": "the checkpoint comes first, without an option",
     "limit": "it is now --count N",
     "random": "it is now --model NAME, such as --model pi05",

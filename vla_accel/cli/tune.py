@@ -23,7 +23,7 @@ from vla_accel.cli.options import Argument, Count, OutputFile, PolicySource, See
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import ConfigError
 from vla_accel.files import content_hash, without_folders, write_json
-from vla_accel.measure.host import beside
+from vla_accel.measure.host import busy_host
 from vla_accel.measure.recording import RECORDED, load_observations, named
 from vla_accel.progress import going_on
 from vla_accel.report.page import check_path, write
@@ -305,6 +305,6 @@ def _print(result: dict[str, Any]) -> None:
     print_table(table.title, table.header, [[*map(str, row)] for row in table.rows])
     # Candidates are timed one after the other: a changing load affects their order.
     busy = (row["latency"].get("others_busy") or 0.0 for row in result["tried"] if row["latency"])
-    if warning := beside({"cores": os.cpu_count(), "others_busy": max(busy, default=0.0)}):
+    if warning := busy_host({"cores": os.cpu_count(), "others_busy": max(busy, default=0.0)}):
         say(f"warning: {warning}, and another candidate may be the fastest")
     print(f"{result['chosen']}: {times_as_fast(result)}; {result['why']}")

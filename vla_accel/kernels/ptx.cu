@@ -341,6 +341,14 @@ __device__ __forceinline__ float widen_f16(u16 v) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
   return f;
 }
+// Byte i of the result is the byte of (high, low) that the lower three bits of nibble i of SELECTOR name; or, if the
+// nibble's highest bit is set, eight copies of that byte's sign.
+template <u32 SELECTOR>
+__device__ __forceinline__ u32 permute_bytes(u32 low, u32 high) {
+  u32 v;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "n"(SELECTOR));
+  return v;
+}
 // Of two BF16 numbers each (Hopper).
 __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
   u32 v;

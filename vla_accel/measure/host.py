@@ -35,8 +35,8 @@ class Others:
         return max(0.0, busy - self._busy - (time.process_time() - self._own)) / max(seconds, 1e-9)
 
 
-def beside(host: Mapping[str, Any]) -> str:
-    """A sentence on a report's `host` (`cores`, `others_busy`: of them, by other processes); empty if it was quiet."""
+def busy_host(host: Mapping[str, Any]) -> str:
+    """Return a warning about a report's `host` (`cores`; `others_busy`, cores busy with other processes), or ""."""
     if not host or host["others_busy"] is None or host["others_busy"] <= QUIET * host["cores"]:
         return ""
     return (

@@ -232,16 +232,21 @@ def search(
     best: tuple[float, ...] = ()
     found = []
     for n in range(2, min(max(steps, default=0), SEARCHED) + 1):
-        best = min((tuple(sorted((*best, t), reverse=True)) for t in TIMES if t not in best), key=at)
+        best = min((_changed(best, len(best), t) for t in TIMES if t not in best), key=at)
         before: tuple[float, ...] = ()
         while best != before:
             before = best
             for place in range(n - 1):
                 low, high = (*best, 0.0)[place + 1], (1.0, *best)[place]
-                best = min(((*best[:place], t, *best[place + 1 :]) for t in TIMES if low < t < high), key=at)
+                best = min((_changed(best, place, t) for t in TIMES if low < t < high), key=at)
         progress(f"searched times of {n} steps: {', '.join(map(str, (1, *best, 0)))}")
         found += [Schedule((1.0, *best, 0.0))] if n in steps else []
     return found
+
+
+def _changed(times: tuple[float, ...], place: int, value: float) -> tuple[float, ...]:
+    """Replace the time at `place`, or add one if `place` is the length; in falling order."""
+    return tuple(sorted((*times[:place], value, *times[place + 1 :]), reverse=True))
 
 
 def time_steps(

@@ -1,4 +1,4 @@
-"""`python -m lerobot_policy_vla_accel CHECKPOINT FOLDER`: a folder that lerobot's tools take as --policy.path."""
+"""`python -m lerobot_policy_vla_accel CHECKPOINT FOLDER`: create a folder for --policy.path of lerobot's programs."""
 
 from __future__ import annotations
 
@@ -22,62 +22,64 @@ from vla_accel.files import user_path
 
 @dataclass(frozen=True)
 class Arguments:
-    """A folder of type vla_accel for lerobot's --policy.path and --pretrained_name_or_path. It names the checkpoint and
-    how to run it; weights are not copied."""
+    """Create a folder of type vla_accel for lerobot's --policy.path and --pretrained_name_or_path. It names the
+    checkpoint and how to run it; weights are not copied."""
 
     checkpoint: Annotated[str, Argument("CHECKPOINT", positional=True)]
     """A folder, a bundled checkpoint (demo) or a name on the hub."""
     folder: Annotated[Path, Argument("FOLDER", positional=True)]
-    """What to make; it must not be there."""
+    """The folder to create; it must not exist."""
     config: str | None = None
-    """A configuration by name (native_fp8) or file; without one the fastest engines run that lose nothing."""
+    """A configuration by name (native_fp8) or file; by default auto."""
     num_steps: Number = None
     """Denoising steps."""
     lora: str | None = None
     """Folder or hub name of an adapter."""
     n_action_steps: Number = None
-    """Actions of a chunk that are executed before the next one is asked for."""
+    """Actions of a chunk that are executed before the next call."""
 
 
 def main(words: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 an error was reported."""
     try:
-        given = read(Arguments, words, "python -m lerobot_policy_vla_accel")
-        write(given)
+        arguments = read(Arguments, words, "python -m lerobot_policy_vla_accel")
+        write(arguments)
     except VlaAccelError as error:
         print(f"lerobot_policy_vla_accel: {error}", file=sys.stderr)
         return 1
-    print(f"{given.folder}: --policy.path={given.folder}")
+    print(f"{arguments.folder}: --policy.path={arguments.folder}")
     return 0
 
 
-def write(given: Arguments) -> None:
-    """The folder, whole or not at all."""
-    if given.folder.exists():
-        raise CheckpointError(f"{given.folder}: expected a folder that is not there yet")
-    settings = load_config(given.config).with_steps(given.num_steps)
-    checkpoint = load(given.checkpoint, settings if given.lora is None else settings.with_lora(given.lora), whole=False)
-    check_action_steps(given.n_action_steps, checkpoint)
+def write(arguments: Arguments) -> None:
+    """Write the folder, whole or not at all."""
+    if arguments.folder.exists():
+        raise CheckpointError(f"{arguments.folder}: expected a new folder, got one that exists")
+    settings = load_config(arguments.config).with_steps(arguments.num_steps)
+    checkpoint = load(
+        arguments.checkpoint, settings if arguments.lora is None else settings.with_lora(arguments.lora), whole=False
+    )
+    check_action_steps(arguments.n_action_steps, checkpoint)
     preset = checkpoint.processor.preset
     config = VlaAccelConfig(
         input_features=describe(checkpoint.processor),
         output_features={"action": PolicyFeature(FeatureType.ACTION, (preset.action_dim,))},
-        checkpoint=_lasting(given.checkpoint),
-        config=_lasting(given.config),
-        lora=_lasting(given.lora),
-        num_steps=given.num_steps,
-        n_action_steps=given.n_action_steps,
+        checkpoint=_lasting(arguments.checkpoint),
+        config=_lasting(arguments.config),
+        lora=_lasting(arguments.lora),
+        num_steps=arguments.num_steps,
+        n_action_steps=arguments.n_action_steps,
         device="cpu",
     )
     before, after = make_vla_accel_pre_post_processors(config)
     # Whoever loads the folder has a device of his own.
     config.device = None
-    given.folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=given.folder.parent, prefix=f".{given.folder.name}.") as temporary:
+    arguments.folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=arguments.folder.parent, prefix=f".{arguments.folder.name}.") as temporary:
         made = Path(temporary) / "folder"
         for part in (config, before, after):
             part.save_pretrained(made)
-        made.rename(given.folder)
+        made.rename(arguments.folder)
 
 
 def _lasting(name: str | None) -> str | None:

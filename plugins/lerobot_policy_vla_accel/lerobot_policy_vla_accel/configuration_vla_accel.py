@@ -1,4 +1,4 @@
-"""What `--policy.type=vla_accel` takes, beside what every policy of lerobot takes. Imports no engine."""
+"""The options of `--policy.type=vla_accel`, in addition to those of every lerobot policy. Imports no engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vla_accel.errors import ConfigError
 class VlaAccelConfig(PreTrainedConfig):
     """`checkpoint`, `config`, `num_steps` and `lora` are those of `OptimizedPolicy.from_pretrained`.
 
-    `checkpoint`: a folder, a bundled checkpoint or a name on the hub; it must be given. `config`: a configuration by
-    name ("native_fp8") or file; None is the fast path. `n_action_steps`: actions of a chunk that are executed before
-    the next one is asked for; None is what the checkpoint's config.json says, or all of them. `rtc_config`: lerobot's
+    `checkpoint`: a folder, a bundled checkpoint or a name on the hub; required. `config`: a configuration by name
+    ("native_fp8") or file; None selects the default, `auto`. `n_action_steps`: actions of a chunk that are executed
+    before the next call; None takes the value in the checkpoint's config.json, or all of them. `rtc_config`: lerobot's
     own, set by `lerobot-rollout --inference.type=rtc`.
 
     `device` is lerobot's: where the engines run. `n_obs_steps`, `use_amp` and `use_peft` are lerobot's and keep their
@@ -68,4 +68,4 @@ class VlaAccelConfig(PreTrainedConfig):
 
 def refuse_training() -> NoReturn:
     """Where lerobot asks for what only training needs."""
-    raise ConfigError("policy.type vla_accel: it runs trained policies; train with the policy's own type")
+    raise ConfigError("policy.type: expected a policy's own type for training, got vla_accel")

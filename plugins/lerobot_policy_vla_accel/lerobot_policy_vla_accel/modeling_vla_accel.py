@@ -173,14 +173,14 @@ class VlaAccelPolicy(PreTrainedPolicy):
         family lacks (GR00T: all but the execution horizon) are left out with a warning, because lerobot always has
         them. Raises ConfigError for a family without real-time chunking, and for `enabled: false` with `warm_start`,
         which needs previous chunks."""
-        asked, start = self.config.rtc_config, self.engine.config.warm_start
-        if asked is not None and not asked.enabled and start is not None:
+        requested, start = self.config.rtc_config, self.engine.config.warm_start
+        if requested is not None and not requested.enabled and start is not None:
             raise ConfigError(
                 f"policy.rtc_config: expected enabled: true for a policy with warm_start {start}, got false"
             )
-        if asked is None or self.engine.config.rtc.trained:
+        if requested is None or self.engine.config.rtc.trained:
             return
-        rtc = guidance(asked, self.engine.family, self.engine.action_shape[0])
+        rtc = guidance(requested, self.engine.family, self.engine.action_shape[0])
         if rtc == self.engine.config.rtc:
             return
         config = replace(self.engine.config, rtc=rtc)
@@ -196,12 +196,12 @@ class VlaAccelPolicy(PreTrainedPolicy):
 
     def to(self, *args: Any, **kwargs: Any) -> VlaAccelPolicy:
         """The engines stay where they were built. Raises ConfigError for another device."""
-        asked = kwargs.get("device", args[0] if args else None)
+        requested = kwargs.get("device", args[0] if args else None)
         there = self.engine.device
-        if isinstance(asked, (str, torch.device)):
-            device = torch.device(asked)
+        if isinstance(requested, (str, torch.device)):
+            device = torch.device(requested)
             if device.type != there.type or (device.index is not None and device.index != (there.index or 0)):
-                raise ConfigError(f"policy device: expected {there}, where the engines were built, got {asked}")
+                raise ConfigError(f"policy device: expected {there}, where the engines were built, got {requested}")
         return self
 
     def get_optim_params(self) -> NoReturn:
@@ -222,17 +222,19 @@ def describe(processor: Any) -> dict[str, PolicyFeature]:
     return input_features(preset, [(3, *np.shape(example[key])[-3:-1]) for key in preset.images])
 
 
-def check_action_steps(asked: int | None, checkpoint: Checkpoint) -> None:
+def check_action_steps(requested: int | None, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for more actions than a chunk of the checkpoint has, and for several of them with temporal
     ensembling, as lerobot's policies do."""
     horizon = checkpoint.model.config.action_horizon
     # GR00T: a robot may get fewer actions than the model computes.
     most = min(horizon, getattr(checkpoint.processor, "rows", horizon))
-    if asked is not None and asked > most:
-        raise ConfigError(f"policy.n_action_steps: expected at most {most}, a chunk of {checkpoint.name}, got {asked}")
-    if asked not in (None, 1) and getattr(checkpoint.processor, TEMPORAL_ENSEMBLE, None) is not None:
+    if requested is not None and requested > most:
         raise ConfigError(
-            f"policy.n_action_steps: expected 1 with the checkpoint's temporal_ensemble_coeff, got {asked}"
+            f"policy.n_action_steps: expected at most {most}, a chunk of {checkpoint.name}, got {requested}"
+        )
+    if requested not in (None, 1) and getattr(checkpoint.processor, TEMPORAL_ENSEMBLE, None) is not None:
+        raise ConfigError(
+            f"policy.n_action_steps: expected 1 with the checkpoint's temporal_ensemble_coeff, got {requested}"
         )
 
 

@@ -1,6 +1,6 @@
 """lerobot's batches to this package's observations: names of cameras and state, floats back to uint8, rows.
 
-Needs neither a model nor lerobot's policies; a preset says what the checkpoint's robot is.
+Needs neither a model nor lerobot's policies; a preset describes the checkpoint's robot.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def observations(batch: Mapping[str, Any], preset: Preset) -> list[dict[str, Any
     """
     if done := [k for k in batch if k.startswith("observation.language.")]:
         raise ObservationError(
-            f"{', '.join(done)}: expected raw observations, got some that the processors of another policy have been "
-            "through; make a folder for lerobot: python -m lerobot_policy_vla_accel CHECKPOINT FOLDER"
+            f"{', '.join(done)}: expected raw observations, got some that another policy's processors have already "
+            "changed; create a folder for lerobot: python -m lerobot_policy_vla_accel CHECKPOINT FOLDER"
         )
     names = {camera_name(key): key for key in preset.images}
     missing = [k for k in names if k not in batch]
@@ -67,7 +67,7 @@ def observations(batch: Mapping[str, Any], preset: Preset) -> list[dict[str, Any
     if state not in batch or (missing and (unknown or len(missing) == len(names))):
         given = ", ".join(k for k, v in batch.items() if k.startswith("observation") or looks_like_image(v))
         raise ObservationError(
-            f"observation: expected {', '.join((*names, state))}, got {given}; --rename_map says what is which"
+            f"observation: expected {', '.join((*names, state))}, got {given}; pass --rename_map to rename keys"
         )
     images = {key: _pixels(batch[name], name) for name, key in names.items() if name in batch}
     states = _array(batch[state], state)
@@ -79,7 +79,7 @@ def observations(batch: Mapping[str, Any], preset: Preset) -> list[dict[str, Any
     rows |= {name: len(images[key]) for name, key in names.items() if key in images}
     if len(set(rows.values())) > 1:
         got = ", ".join(f"{name} {count}" for name, count in rows.items())
-        raise ObservationError(f"batch: expected as many rows of each, got {got}")
+        raise ObservationError(f"batch: expected the same number of rows for each, got {got}")
     return [
         {**{k: v[row] for k, v in images.items()}, **preset.split(states[row])}
         | ({preset.prompt: tasks[row]} if tasks[row] else {})
@@ -106,6 +106,6 @@ def _pixels(value: Any, name: str) -> np.ndarray:
         raise ObservationError(f"{name}: expected shape (batch, 3, height, width), got {images.shape}")
     if images.dtype != np.uint8:
         if not (np.isfinite(images).all() and images.min() >= 0 and images.max() <= 1):
-            raise ObservationError(f"{name}: expected uint8, or floats in [0, 1], got values outside of it")
+            raise ObservationError(f"{name}: expected uint8, or floats in [0, 1], got values outside this range")
         images = np.rint(images * 255).astype(np.uint8)
     return images.transpose(0, 2, 3, 1)

@@ -71,7 +71,7 @@ class Align(Checked):
 
 @dataclass(frozen=True)
 class _Entry:
-    """A source as it stands in the file. `kind` concerns only datasets."""
+    """A source as written in the file. `kind` concerns only datasets."""
 
     channel: Channel
     align: Align
@@ -160,7 +160,7 @@ def _rate(content: Mapping[str, Any]) -> float:
 def _number(content: Mapping[str, Any], key: str, default: float) -> float:
     value = content.get(key, default)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e6:
-        raise ConfigError(f"{key}: expected a number from 0 on, got {value!r}")
+        raise ConfigError(f"{key}: expected a number of at least 0, got {value!r}")
     return float(value)
 
 

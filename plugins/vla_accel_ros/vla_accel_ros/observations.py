@@ -77,11 +77,11 @@ class Stream:
         age = now - sample.stamp
         if age > self.max_age_s:
             raise StaleError(
-                f"{self.topic}: expected a message of the last {self.max_age_s:g} s, got {age:.2f} s{hint}"
+                f"{self.topic}: expected a message from the last {self.max_age_s:g} s, got {age:.2f} s{hint}"
             )
         if age < -self.max_age_s:
             raise StaleError(
-                f"{self.topic}: expected a stamp of the past, got {-age:.2f} s in the future: synchronise the clocks, "
+                f"{self.topic}: expected a stamp in the past, got {-age:.2f} s in the future: synchronise the clocks, "
                 "or set align.timeline: receive"
             )
         return sample
@@ -103,7 +103,9 @@ class Stream:
         value = decode(self.source, message)
         shape = self._shape = self._shape or value.shape
         if value.shape != shape:
-            raise ObservationError(f"{self.topic}: expected shape {shape}, as at first, got {value.shape}")
+            raise ObservationError(
+                f"{self.topic}: expected shape {shape}, that of the first message, got {value.shape}"
+            )
         return value
 
 

@@ -50,12 +50,12 @@ class VlaAccelModelServer(PredictModelServer):
         """
         Args:
             checkpoint: A folder, a bundled checkpoint (demo) or a name on the hub.
-            config: A configuration by name (native_fp8) or file; without one the fastest engines that lose nothing.
+            config: A configuration by name (native_fp8) or file; by default `auto`.
             device: Where the engines run.
             num_steps: Denoising steps.
             lora: Folder or hub name of an adapter.
             cameras: The benchmark's name of each camera to the checkpoint's; known for LIBERO.
-            chunk_size: Actions of a chunk that are executed before the next one is asked for; None is all of them.
+            chunk_size: Actions of a chunk that are executed before the next call; None is all of them.
             max_batch_size: Observations of different shards to run together.
             max_wait_time: Seconds that a batch waits to become full.
         """
@@ -77,7 +77,7 @@ class VlaAccelModelServer(PredictModelServer):
         if max_batch_size < 1:
             raise ConfigError(f"max_batch_size: expected at least 1, got {max_batch_size}")
         if not 0 <= max_wait_time < math.inf:
-            raise ConfigError(f"max_wait_time: expected seconds from 0 on, got {max_wait_time}")
+            raise ConfigError(f"max_wait_time: expected at least 0 seconds, got {max_wait_time}")
         super().__init__(
             chunk_size=chunk_size or most,
             max_batch_size=max_batch_size,
@@ -117,7 +117,7 @@ class VlaAccelModelServer(PredictModelServer):
 
 
 def camera_names(preset: Preset, given: Mapping[str, str] | None) -> dict[str, str]:
-    """The benchmark's names to the preset's. Raises ConfigError where they are neither given nor LIBERO's, and where
+    """The benchmark's names to the preset's. Raises ConfigError if they are neither passed nor LIBERO's, and where
     they are not the preset's."""
     if given is None:
         if preset.images != LIBERO.images:
@@ -145,8 +145,8 @@ def observation(given: Observation, preset: Preset, cameras: Mapping[str, str]) 
         missing.append("states")
     if missing:
         raise ObservationError(
-            f"observation: expected {', '.join(missing)}, got {', '.join((*images, *given))}; a benchmark sends them "
-            "with send_wrist_image and send_state"
+            f"observation: expected {', '.join(missing)}, got {', '.join((*images, *given))}; pass "
+            "send_wrist_image and send_state to the benchmark"
         )
     seen = {key: np.asarray(images[name]) for name, key in cameras.items() if name in images}
     prompt = {preset.prompt: given["task_description"]} if given.get("task_description") else {}

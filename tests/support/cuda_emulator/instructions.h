@@ -149,6 +149,16 @@ namespace emulator {
 inline u32 scaled(u32 v, u32 s) {
   return emulator::each_of_two(v, s, [](float a, float b) { return fmaf(a, b, a); });
 }
+template <u32 SELECTOR>
+inline u32 permute_bytes(u32 low, u32 high) {
+  const u64 both = (u64)high << 32 | low;
+  u32 result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const u32 nibble = SELECTOR >> 4 * i & 15, byte = (u32)(both >> (nibble & 7) * 8) & 255;
+    result |= (nibble < 8 ? byte : byte >> 7 ? 255 : 0) << 8 * i;
+  }
+  return result;
+}
 inline u32 mul_bf16x2(u32 a, u32 b) {
   return emulator::each_of_two(a, b, [](float x, float y) { return x * y; });
 }

@@ -78,13 +78,6 @@ inline float __int_as_float(int v) { return bits_as<float>(v); }
 inline int __float_as_int(float v) { return bits_as<int>(v); }
 inline float __uint_as_float(unsigned v) { return bits_as<float>(v); }
 inline unsigned __float_as_uint(float v) { return bits_as<unsigned>(v); }
-// Byte i of the result is the byte of (high, low) that nibble i of `selector` names.
-inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
-  const uint64_t both = (uint64_t)high << 32 | low;
-  unsigned result = 0;
-  for (int i = 0; i < 4; ++i) result |= (unsigned)(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
-  return result;
-}
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }

@@ -36,6 +36,9 @@ LEROBOT_MODES: dict[str, bool] = {"lerobot-eager": False, "lerobot-graph": True}
 _PIECES = re.compile(r"<[^<> ]+>|\n|\d| (?=\d)|[<>.?,]|[^\s<>.?,\d]+")
 """As many pieces as Qwen's tokenizer makes of the parts of a prompt that are always the same."""
 _ENDS = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight", "cross_out.weight")
+_LOOKS = {"patch_embedding.weight": 3.0, "pooling.down_proj.weight": 6.0, "cross_out.weight": 30.0}
+"""Factors on what an image adds to positions and markers, and on what actions attend to: the mean of many random values
+is small, and would leave their noise alone."""
 
 
 class DrawnMolmo(Drawn):
@@ -57,6 +60,7 @@ class DrawnMolmo(Drawn):
             if ".layers." in name and name.endswith(_ENDS)
             else 1.0
         )
+        gain *= next((factor for end, factor in _LOOKS.items() if name.endswith(end)), 1.0)
         return 0.0, gain / math.sqrt(self.shapes[name][1:].numel())
 
     def _query_key_rows(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""MolmoAct2's expert in fused ops, all steps in one program: six kernels in a block of few rows, otherwise ten.
+"""MolmoAct2's expert in fused ops, all steps in one program: eight kernels in a block.
 
 Exact savings: everything that depends on the step only is a constant (modulations, products of their shifts with the
 weights), norms are inside the products after them, and keys and values of the prompt are read where they were written.
@@ -16,9 +16,9 @@ from torch import Tensor
 from vla_accel.families.molmoact2.network import EPS, MolmoAct2, MolmoAct2Config
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import SuffixShape
-from vla_accel.kernels.attention.few import Queries, attention_into, query_attention, query_splits, why_not
+from vla_accel.kernels.attention.few import MOST_ROWS, few_attention
 from vla_accel.kernels.attention.ops import attention
-from vla_accel.kernels.attention.suffix import prefix_attention, suffix_workspace
+from vla_accel.kernels.attention.suffix import prefix_attention
 from vla_accel.kernels.gemm.config import gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.ops import gemm
@@ -28,14 +28,9 @@ from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Gu
 from vla_accel.kernels.rows.flow import step as flow_step
 from vla_accel.kernels.rows.rows import HeadNorms, rope_tables, rotate
 from vla_accel.nn.flow import Schedule
-from vla_accel.nn.kernel_choices import Choice
 from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct, prefix_of
 from vla_accel.nn.rtc import step_gains
 from vla_accel.nn.weights import BlockWeights, compute_dtype, plain_input, weights_in
-from vla_accel.runtime import current
-
-APART = Choice("apart")
-TOGETHER = Choice("together")
 
 
 @dataclass(frozen=True)
@@ -152,41 +147,19 @@ class MolmoLoop(LayerLoop):
         self.next_scaled["cross_out"] = True
         self.qkv, self.q = x.new_zeros(len(x), 3 * expert.width), torch.zeros_like(x)
         self.rope = rope_tables(self.tokens, expert.head_dim, device)
-        self.still = torch.ones_like(self.rope[0]), torch.zeros_like(self.rope[0])
         one = torch.ones(expert.head_dim, device=device)
         self.norms = HeadNorms(one, one, EPS)
-        self.crossing = SuffixShape(
+        self.short = self.tokens <= MOST_ROWS
+        sizes = SuffixShape(
             batch, self.tokens, prefix_tokens, expert.heads, expert.heads, expert.head_dim, x.element_size(), own=False
         )
-        reason = self._choose_kernels(why_not(current(device).gpu, self.crossing))
-        launches = 10 * self.depth + 1 + (self.choices["down"].moments is not None)
-        launches -= 2 * self.depth * sum(self._together(kind) for kind in ("self", "cross"))
-        self.detail = (
-            f"fused ops, {weights_in(weights.precision)}, {launches} launches a step{reason}{self.choices.detail}"
-        )
-
-    def _choose_kernels(self, apart: str | None) -> str:
-        """Choose how products and attention run. `apart`: why both kinds of attention are kernels of their own; None if
-        each is measured together with the product next to it. Returns a text for the ledger."""
-        sizes, every = self.crossing, range(self.depth)
-        cache = self.x.new_zeros(1, sizes.batch, sizes.prefix_tokens, sizes.heads, sizes.head_dim)
-        lengths = torch.full((sizes.batch,), sizes.prefix_tokens, dtype=torch.int32, device=self.x.device)
-        cache = cache.expand(self.depth, *[-1] * 4)
-        inputs = {"keys": cache, "values": cache, "lengths": lengths}
-        self.choices.chosen |= {"self": APART, "cross": APART}
+        cache = x.new_zeros(1, batch, prefix_tokens, expert.heads, expert.head_dim).expand(self.depth, *[-1] * 4)
+        full = torch.full((batch,), prefix_tokens, dtype=torch.int32, device=device)
+        inputs = {"keys": cache, "values": cache, "lengths": full}
         self.choose_products(inputs)
-        self.choices.attention("attention", sizes, lambda: self._cross_attention(0, inputs))
-        if apart is not None:
-            return f" (attention apart from its products: {apart})"
-        self.choices.way("self", sizes, (TOGETHER, APART), lambda: [self._self_attend(0, i, inputs) for i in every])
-        splits = query_splits(current(self.x).gpu, sizes, self.x.shape[1])
-        together = [Choice(split, suffix_workspace(sizes, self.x.device, split)) for split in splits]
-        self.choices.way("cross", sizes, (*together, APART), lambda: [self._cross(0, i, inputs) for i in every])
-        return ""
-
-    def _together(self, kind: str) -> bool:
-        """Whether attention of a kind, "self" or "cross", is one kernel with the product next to it."""
-        return self.choices[kind].config != APART.config
+        self.choices.attention("attention", sizes, lambda: self._cross(0, inputs))
+        launches = (8 if self.short else 9) * self.depth + 1 + (self.choices["down"].moments is not None)
+        self.detail = f"fused ops, {weights_in(weights.precision)}, {launches} launches a step{self.choices.detail}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         outputs["actions"].copy_(inputs["noise"])
@@ -208,46 +181,22 @@ class MolmoLoop(LayerLoop):
 
     def _attend(self, step: int, index: int, inputs: Inputs) -> None:
         self._qkv(step, index, inputs)
-        if not self._together("self"):
-            self._self_attention()
-
-    def _out(self, step: int, index: int, inputs: Inputs) -> None:
-        if not self._together("self"):
-            return super()._out(step, index, inputs)
-        epilogue = Epilogue(gate=self.tables_of(step, index).gate, residual=True)
-        attention_into(self.qkv, self.rope, self.weights.layers[index].out, self.x, epilogue, EPS)
-
-    def _self_attend(self, step: int, index: int, inputs: Inputs) -> None:
-        """Attention of the actions and the product after it, for the measurement of both ways."""
-        if not self._together("self"):
-            self._self_attention()
-        self._out(step, index, inputs)
-
-    def _self_attention(self) -> None:
+        if self.short:
+            return few_attention(self.qkv, self.rope, self.context, heads=self.expert.heads, eps=EPS)
         rotate(self.qkv, *self.rope, self.expert.heads, self.norms)
         q, k, v = self._heads(self.qkv).unbind(2)
         attention(q, k, v, self.context.view(self.batch, self.tokens, -1), None)
 
     def _up(self, step: int, index: int, inputs: Inputs) -> None:
         """Attention to the prompt, then the first product of the MLP."""
-        self._cross(step, index, inputs)
+        self._cross_q(step, index, inputs)
+        self._cross(index, inputs)
         self._cross_out(step, index, inputs)
         self._mlp_up(step, index, inputs)
 
-    def _cross(self, step: int, index: int, inputs: Inputs) -> None:
-        """Attention to the prompt with the product of its queries."""
-        if not self._together("cross"):
-            self._cross_q(step, index, inputs)
-            return self._cross_attention(index, inputs)
-        rows, choice = self.tables.blocks[step][index], self.choices["cross"]
-        norm = Norm(EPS, None, rows.tables.mlp_scale)
-        queries = Queries(self.weights.layers[index].cross_q, norm, rows.cross_shift, EPS)
-        query_attention(self.x, queries, prefix_of(inputs, index), self.context, choice.workspace, choice.config)
-
-    def _cross_attention(self, index: int, inputs: Inputs) -> None:
-        rotate(self.q, *self.still, self.expert.heads, self.norms)
-        q = self._heads(self.q)[:, :, 0]
-        prefix_attention(q, prefix_of(inputs, index), self.context, **self.choices["attention"].options)
+    def _cross(self, index: int, inputs: Inputs) -> None:
+        q, prefix = self._heads(self.q)[:, :, 0], prefix_of(inputs, index)
+        prefix_attention(q, prefix, self.context, **self.choices["attention"].options, eps=EPS)
 
     def _heads(self, rows: Tensor) -> Tensor:
         """(R, n W) as (B, T, n, heads, d)."""
@@ -263,8 +212,7 @@ class MolmoLoop(LayerLoop):
     def _cross_q(self, step: int, index: int, inputs: Inputs) -> None:
         del inputs
         rows = self.tables.blocks[step][index]
-        moments = None if self._together("self") else self.choices["out"].moments
-        norm = Norm(EPS, moments, rows.tables.mlp_scale)
+        norm = Norm(EPS, self.choices["out"].moments, rows.tables.mlp_scale)
         options = self.choices["cross_q"].options
         gemm(self.x, self.weights.layers[index].cross_q, self.q, Epilogue(rows.cross_shift), norm, **options)
 

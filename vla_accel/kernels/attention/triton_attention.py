@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from vla_accel.kernels.attention.config import FlashTile, KeySplit, SuffixShape
+from vla_accel.kernels.attention.config import FlashTile, KeySplit, SuffixShape, causal_tiles
 from vla_accel.kernels.attention.ops import Tensors
 from vla_accel.kernels.attention.suffix import AttentionWorkspace, Prefix
 from vla_accel.kernels.chain import launch
@@ -26,7 +26,8 @@ LOG2E = constexpr(1.4426950408889634)
 
 class HeadShape(NamedTuple):
     """Constants of a kernel: heads, queries that share a head of keys, columns of a head and of its tile, a power of
-    two, and whether heads begin at multiples of 8 elements.
+    two, and whether heads begin at multiples of 8 elements. `low`, `rest`: columns of two tiles that take a head where
+    together they are smaller, such as 64 and 16 for 72; otherwise `block` and 0.
     """
 
     heads: int
@@ -34,13 +35,17 @@ class HeadShape(NamedTuple):
     dim: int
     block: int
     aligned: bool
+    low: int
+    rest: int
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor) -> HeadShape:
         """Return the constants of queries (B, T, heads, d) and keys (B, S, kv_heads, d)."""
         heads, dim = q.shape[2:]
-        aligned = q.stride(2) % 8 == k.stride(2) % 8 == 0
-        return cls(heads, heads // k.shape[2], dim, max(16, power_of_two(dim)), aligned)
+        aligned, block = q.stride(2) % 8 == k.stride(2) % 8 == 0, max(16, power_of_two(dim))
+        low, rest = block // 2, max(16, power_of_two(dim - block // 2))
+        low, rest = (low, rest) if dim > low >= 16 and low + rest < block else (block, 0)
+        return cls(heads, heads // k.shape[2], dim, block, aligned, low, rest)
 
 
 class Mask(NamedTuple):
@@ -74,24 +79,26 @@ def _attention(
     q_ptr, k_ptr, v_ptr, out_ptr, length_ptr = tensors
     SOURCE: constexpr = MASK.source
     WHOLE: constexpr = SOURCE % TILE.keys == 0 and length_ptr is None  # every tile of keys is full
-    UNMASKED: constexpr = WHOLE and H.dim == H.block
+    UNMASKED: constexpr = WHOLE and H.low <= H.dim
     q_strides, k_strides = strides
     scale, inverse_scale = scales
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     wait_for_previous(PDL)
     m = tl.program_id(0) * TILE.queries + tl.arange(0, TILE.queries)
     n = tl.arange(0, TILE.keys)
-    d = tl.arange(0, H.block)
+    d = tl.arange(0, H.low)
     in_d = d < H.dim
     q_place, kv_place = head * q_strides[2], (head // H.group) * k_strides[2]
     if H.aligned:
         # Triton would not know that heads of 72 begin at sixteen bytes, and load values one by one.
         q_place, kv_place = tl.multiple_of(q_place, 8), tl.multiple_of(kv_place, 8)
-    q = tl.load(
-        q_ptr + batch * q_strides[0] + m[:, None] * q_strides[1] + q_place + d[None, :],
-        mask=(m < tokens)[:, None] & in_d[None, :],
-        other=0.0,
-    )
+    q_at = q_ptr + batch * q_strides[0] + m[:, None] * q_strides[1] + q_place
+    q = tl.load(q_at + d[None, :], mask=(m < tokens)[:, None] & in_d[None, :], other=0.0)
+    if H.rest > 0:
+        r = H.low + tl.arange(0, H.rest)
+        in_r = r < H.dim
+        q_rest = tl.load(q_at + r[None, :], mask=(m < tokens)[:, None] & in_r[None, :], other=0.0)
+        acc_rest = tl.full((TILE.queries, H.rest), 0.0, tl.float32)
     length, padding = SOURCE, 0
     if length_ptr is not None:
         if MASK.causal:
@@ -101,7 +108,7 @@ def _attention(
     base = batch * k_strides[0] + kv_place
     best = tl.full((TILE.queries,), -float("inf"), tl.float32)
     total = tl.full((TILE.queries,), 0.0, tl.float32)
-    acc = tl.full((TILE.queries, H.block), 0.0, tl.float32)
+    acc = tl.full((TILE.queries, H.low), 0.0, tl.float32)
     end = SOURCE
     if MASK.causal:
         # Only rows that see each other see keys after themselves.
@@ -116,7 +123,11 @@ def _attention(
             k = tl.load(k_ptr + place[None, :] + d[:, None])
         else:
             k = tl.load(k_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
-        s = tl.dot(q, k) * scale
+        s = tl.dot(q, k)
+        if H.rest > 0:
+            inside = in_r[:, None] if WHOLE else real[None, :] & in_r[:, None]
+            s = tl.dot(q_rest, tl.load(k_ptr + place[None, :] + r[:, None], mask=inside, other=0.0), s)
+        s *= scale
         if MASK.causal:
             seen = key[None, :] <= m[:, None]
             if together_ptr is not None:
@@ -139,10 +150,15 @@ def _attention(
         else:
             v = tl.load(v_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-    out = acc / total[:, None]
-    target = out_ptr + ((batch * tokens + m[:, None]) * H.heads + head) * H.dim + d[None, :]
-    keep = (m < tokens)[:, None] & in_d[None, :]
-    store_rounded(target, out, keep, inverse_scale)
+        if H.rest > 0:
+            inside = in_r[None, :] if WHOLE else real[:, None] & in_r[None, :]
+            v_rest = tl.load(v_ptr + place[:, None] + r[None, :], mask=inside, other=0.0)
+            acc_rest = tl.dot(p.to(v.dtype), v_rest, acc_rest * shrink[:, None])
+    target = out_ptr + ((batch * tokens + m[:, None]) * H.heads + head) * H.dim
+    keep = (m < tokens)[:, None]
+    store_rounded(target + d[None, :], acc / total[:, None], keep & in_d[None, :], inverse_scale)
+    if H.rest > 0:
+        store_rounded(target + r[None, :], acc_rest / total[:, None], keep & in_r[None, :], inverse_scale)
 
 
 def attention(
@@ -156,10 +172,10 @@ def attention(
 
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None, together: Tensor | None,
-    inverse_scale: float | None,
+    inverse_scale: float | None, tile: FlashTile | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.kernels.attention.ops.causal_attention`."""
-    tile = FlashTile(64 if q.shape[1] > 32 else 16, 64, 4, 2)
+    tile = tile or causal_tiles(current(q).gpu, q.shape[1], q.shape[3])[0]
     _launch((q, k, v, out, starts), (None, together), inverse_scale, Mask(k.shape[1], causal=True), tile)
 
 
@@ -189,7 +205,7 @@ def attend_once(q, k, v, seen, real, scale):
 
 
 @triton.jit
-def store_parts(part, best, total, workspace, target, mask, split, group, SPLITS: constexpr):
+def _store(part, best, total, workspace, target, mask, split, group, SPLITS: constexpr):
     """Store the output of a program's sums over its keys: at once if it has all keys. Otherwise it stores its sums, and
     the last program of a group combines all of them and stores the output.
     """
@@ -246,6 +262,16 @@ def _seen(token, key, tokens, MASK: constexpr):
 
 
 @triton.jit
+def _queries(at, kept, eps, H: constexpr):
+    """A tile of queries, and their RMSNorm with an `eps` that is not None."""
+    q = tl.load(at, mask=kept, other=0.0)
+    if eps is not None:
+        wide = q.to(tl.float32)
+        q = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / H.dim + eps)[:, None]).to(q.dtype)
+    return q
+
+
+@triton.jit
 def _suffix_attention(
     suffix, prefix, workspace, sizes, H: constexpr, TILE: constexpr, SPLITS: constexpr, MASK: constexpr, PDL: constexpr
 ):
@@ -253,7 +279,7 @@ def _suffix_attention(
     AT_ONCE: constexpr = TILE.tiles == 1
     q_ptr, suffix_keys, suffix_values, out_ptr = suffix
     prefix_keys, prefix_values, length_ptr = prefix
-    tokens, prefix_tokens, scale = sizes
+    tokens, prefix_tokens, scale, eps = sizes
     tile, split, pair = tl.program_id(1 if AT_ONCE else 0), tl.program_id(0 if AT_ONCE else 1), tl.program_id(2)
     batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
     row = tile * TILE.rows + tl.arange(0, TILE.rows)
@@ -282,11 +308,11 @@ def _suffix_attention(
             k = tl.load(suffix_keys + place[None, :] + d[:, None], mask=real_key[None, :] & in_d[:, None], other=0.0)
             v = tl.load(suffix_values + place[:, None] + d[None, :], mask=real_key[:, None] & in_d[None, :], other=0.0)
             seen = _seen(token, key, tokens, MASK)
-        q = tl.load(q_ptr + query, mask=kept, other=0.0)
+        q = _queries(q_ptr + query, kept, eps, H)
         part, best, total = attend_once(q, k, v, seen, real_key, scale)
     else:
         wait_for_previous(PDL)
-        q = tl.load(q_ptr + query, mask=kept, other=0.0)
+        q = _queries(q_ptr + query, kept, eps, H)
         best = tl.full((TILE.rows,), -float("inf"), tl.float32)
         total = tl.full((TILE.rows,), 0.0, tl.float32)
         part = tl.full((TILE.rows, H.block), 0.0, tl.float32)
@@ -318,19 +344,19 @@ def _suffix_attention(
                 p, shrink, best, total = softmax_step(s, best, total, True)
                 v = tl.load(suffix_values + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
                 part = tl.dot(p.to(v.dtype), v, part * shrink[:, None])
-    store_parts(part, best, total, workspace, out_ptr + query, kept, split, pair * SPLITS.row_tiles + tile, SPLITS.all)
+    _store(part, best, total, workspace, out_ptr + query, kept, split, pair * SPLITS.row_tiles + tile, SPLITS.all)
 
 
 def suffix_attention(
     suffix: Heads, prefix: Prefix, out: Tensor, workspace: AttentionWorkspace, sizes: SuffixShape, tile: KeySplit, *,
-    state_first: bool, causal: bool,
+    state_first: bool, causal: bool, eps: float | None = None,
 ) -> None:  # fmt: skip
     """See `vla_accel.kernels.attention.suffix.suffix_attention` and, for a suffix without keys, `prefix_attention`."""
     own = 0 if not sizes.own else sizes.tokens if tile.joined else tile.keys
     splits = Splits(tile.prefix_splits(sizes), tile.splits(sizes), tile.row_tiles(sizes), own)
     shared = (splits.all, splits.row_tiles) if tile.tiles == 1 else (splits.row_tiles, splits.all)
     tensors = ((suffix.q, suffix.k, suffix.v, out), (prefix.keys, prefix.values, prefix.lengths), workspace)
-    numbers = (sizes.tokens, sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E.value)
+    numbers = (sizes.tokens, sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E.value, eps)
     constants = (HeadShape.of(suffix.q, prefix.keys), tile, splits, Mask(0, causal=causal, first=state_first))
     grid, run = (*shared, sizes.batch * sizes.kv_heads), {"num_warps": tile.warps, "num_stages": tile.stages}
     launch(_suffix_attention, grid, *tensors, numbers, *constants, **run)

@@ -26,6 +26,8 @@ STEM, STEM_STRIDE = 7, 2
 STEM_COLUMNS = 160
 """Columns of a packed weight of the stem: 7 x 7 x 3, then zeros up to whole tiles."""
 _DEPTH, _STAGES, _TRIED, _CALLS = 64, range(4, 1, -1), 5, 20
+_FIXED, _EXCHANGE = 16_384, 32_768
+"""Costs of a program's start and end, and of the hand-over between parts, in numbers loaded (estimates)."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +79,16 @@ class ConvTile:
         return -(-sizes.rows // self.rows) * (sizes.columns // self.columns) * self.split
 
     def cost(self, gpu: Gpu | None, sizes: ConvSizes) -> tuple[float, ...]:
-        """Rounds of programs, times the numbers that each loads, and the exchange of parts."""
+        """Rounds of programs, times the numbers that each loads, and those of the parts that the last one adds."""
         rounds = -(-self.programs(sizes) // (132 if gpu is None else gpu.multiprocessors))
         loaded = sizes.chunks // self.split * (self.rows + self.columns) * self.block_k
-        return rounds * (loaded + 16_384) + (self.split > 1) * 65_536 * self.split, self.split
+        parts = 2 * self.split * self.rows * self.columns + _EXCHANGE if self.split > 1 else 0
+        return rounds * (loaded + _FIXED) + parts, self.split
 
 
 def candidates(gpu: Gpu | None, sizes: ConvSizes) -> list[ConvTile]:
     """Return the configs worth measuring, the most promising first; none where channels do not fill a tile."""
-    shapes = itertools.product((64, 128), (64, 128), (1, 2, 3, 4))
+    shapes = itertools.product((64, 128), (64, 128), (1, 2, 3, 4, 6, 9))
     tiles = (deepest(ConvTile(rows, columns, 2, split), _STAGES, gpu, sizes) for rows, columns, split in shapes)
     return cheapest(filter(None, tiles), gpu, sizes, _TRIED)
 

@@ -293,9 +293,10 @@ def rotate(
 
 @triton.jit
 def _norm_heads(
-    x_ptr, outs, norms, rope, eps, rows, TOKENS: constexpr, HEADS: constexpr, HALF: constexpr, PARTS: constexpr,
-    LAYERS: constexpr, PDL: constexpr,
+    x_ptr, into, rope, eps, rows, TOKENS: constexpr, HEADS: constexpr, HALF: constexpr, LAYERS: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
+    k_ptr, v_ptr, norm_ptr = into
     cos_ptr, sin_ptr = rope
     WIDTH: constexpr = HEADS * 2 * HALF
     let_next_start(PDL)
@@ -306,38 +307,37 @@ def _norm_heads(
     place = head * (2 * HALF) + i
     layer = row % LAYERS
     target = (layer * (rows // LAYERS) + row // LAYERS).to(tl.int64) * WIDTH + place
+    factors = norm_ptr + layer * WIDTH + place
+    low, high = tl.load(factors, mask=real, other=0.0), tl.load(factors + HALF, mask=real, other=0.0)
     wait_for_previous(PDL)
-    for part in tl.static_range(PARTS):
-        out_ptr, norm_ptr = outs[part], norms[part]
-        source = x_ptr + row.to(tl.int64) * (PARTS * WIDTH) + part * WIDTH + place
-        a = tl.load(source, mask=real, other=0.0).to(tl.float32)
-        b = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
-        if norm_ptr is not None:
-            rstd = tl.rsqrt(tl.sum(tl.sum(a * a + b * b, 1), 0) / WIDTH + eps)
-            factors = norm_ptr + layer * WIDTH + place
-            a *= rstd * tl.load(factors, mask=real, other=0.0)
-            b *= rstd * tl.load(factors + HALF, mask=real, other=0.0)
-            if cos_ptr is not None:
-                angle = (row % TOKENS) * HALF + i
-                cos = tl.load(cos_ptr + angle, mask=i < HALF, other=0.0)
-                sin = tl.load(sin_ptr + angle, mask=i < HALF, other=0.0)
-                low = a * cos - b * sin
-                b = b * cos + a * sin
-                a = low
-        kind = out_ptr.dtype.element_ty
-        tl.store(out_ptr + target, a.to(kind), mask=real)
-        tl.store(out_ptr + target + HALF, b.to(kind), mask=real)
+    source = x_ptr + row.to(tl.int64) * (2 * WIDTH) + place
+    a = tl.load(source, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
+    v_low = tl.load(source + WIDTH, mask=real, other=0.0)
+    v_high = tl.load(source + WIDTH + HALF, mask=real, other=0.0)
+    rstd = tl.rsqrt(tl.sum(tl.sum(a * a + b * b, 1), 0) / WIDTH + eps)
+    a *= rstd * low
+    b *= rstd * high
+    if cos_ptr is not None:
+        angle = (row % TOKENS) * HALF + i
+        cos = tl.load(cos_ptr + angle, mask=real, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=real, other=0.0)
+        turned = a * cos - b * sin
+        b = b * cos + a * sin
+        a = turned
+    kind = k_ptr.dtype.element_ty
+    tl.store(k_ptr + target, a.to(kind), mask=real)
+    tl.store(k_ptr + target + HALF, b.to(kind), mask=real)
+    tl.store(v_ptr + target, v_low.to(kind), mask=real)
+    tl.store(v_ptr + target + HALF, v_high.to(kind), mask=real)
 
 
 def norm_heads(
     x: Tensor, into: NormedHeads, rope: tuple[Tensor, Tensor] | None, *, heads: int, eps: float, layers: int
 ) -> None:
-    parts = into.parts
-    outs, norms = (tuple(part[i] for part in parts) for i in range(2))
-    half = x.shape[1] // (len(parts) * heads * 2)
-    tokens = 1 if rope is None else len(rope[0])
-    sizes = (tokens, heads, half, len(parts), layers)
-    launch(_norm_heads, (len(x),), x, outs, norms, rope or (None, None), eps, len(x), *sizes, num_warps=4)
+    tokens, tensors = 1 if rope is None else len(rope[0]), (into.k, into.v, into.norm)
+    sizes = (tokens, heads, x.shape[1] // (4 * heads), layers)
+    launch(_norm_heads, (len(x),), x, tensors, rope or (None, None), eps, len(x), *sizes, num_warps=4)
 
 
 @triton.jit

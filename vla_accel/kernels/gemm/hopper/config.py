@@ -260,7 +260,7 @@ _KINDS_OF_MANY = (
 """The best 2 of each are measured."""
 _NARROWEST, _MORE = 16, 3
 """Tokens of a tile at least, where tiles are as many as multiprocessors; tiles of tokens beyond the fewest."""
-FEW_LEAST, FEW_MOST = 33, 1024
+FEW_LEAST, FEW_MOST = 17, 1024
 """Rows of `few_rows`."""
 _SPLITS, _SHAPES, _ALIKE = (1, 2, 3, 4, 6, 8), 4, 2
 """Parts of K; shapes that are measured with one and with two resident blocks; shapes of equal split at most."""

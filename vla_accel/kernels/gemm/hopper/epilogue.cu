@@ -5,11 +5,12 @@
 // writes x (RESIDUAL) also writes these moments of every 64 columns, and the product that reads x (NORM) multiplies it
 // as it is, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
 //
-// Macros besides `gemm.cu`'s: RESIDUAL (out += gate ∘ product), ADAPTIVE (there is a gate, or the next norm has a scale;
-// without it a residual needs fewer registers), NORM (0 none, 1 RMSNorm, 2 LayerNorm), PAIRS, ROPE (q and
-// k are rotated; it implies PAIRS). With PAIRS the weight's rows are pairs, `half` rows apart within groups of 2 `half`
-// (the halves of a head, gate and up), and a tensor map of five dimensions brings eight rows of the first side and eight
-// of the second in turns: so a thread's two rows are a pair. `arguments.py` describes the block `Call`.
+// Macros besides `gemm.cu`'s: RESIDUAL (out += gate ∘ product), MEASURED (moments without a residual), ADAPTIVE (there is
+// a gate, or the next norm has a scale; without it a residual needs fewer registers), NORM (0 none, 1 RMSNorm, 2
+// LayerNorm), PAIRS, ROPE (q and k are rotated; it implies PAIRS). With PAIRS the weight's rows are pairs, `half` rows
+// apart within groups of 2 `half` (the halves of a head, gate and up), and a tensor map of five dimensions brings eight
+// rows of the first side and eight of the second in turns: so a thread's two rows are a pair. `arguments.py` describes
+// the block `Call`.
 
 constexpr int TILE_W = 64 * BLOCKS * GROUPS, TILE_T = PARTS * WIDTH;  // Weight rows and tokens of a block.
 constexpr int W_BYTES = WIDEN ? 64 : 128;                             // Of a weight row in a stage.
@@ -151,24 +152,28 @@ __device__ __forceinline__ float sum_of_eight(float v) {
   return v + __shfl_xor_sync(~0u, v, 4);
 }
 
+// This writes the moments of a token's rounded columns: a lane has eight of them, from `to` on. `inside`: whether the
+// columns are in the tensor.
+__device__ __forceinline__ void write_moments(const float (&r)[8], bool inside, int token, int to, const Call& c) {
+  float one = 0.f, two = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) one += r[i], two += r[i] * r[i];
+  one = sum_of_eight(one);
+  two = sum_of_eight(two);
+  if (inside && to % 64 == 0) {
+    c.sums_out[(u64)(to / 64) * c.rows + token] = one;
+    c.squares_out[(u64)(to / 64) * c.rows + token] = two;
+  }
+}
+
 // This returns held + v for eight columns from `to` on, and writes the moments of the rounded sum, which is what the
-// next norm sees, and the sum scaled for it. `inside`: whether the columns are in the tensor.
+// next norm sees, and the sum scaled for it.
 __device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held, bool inside, int token, int to,
                                               const Call& c) {
   float r[8];
   const uint4 sum = make_uint4(add_two(v.x, held.x, r[0], r[1]), add_two(v.y, held.y, r[2], r[3]),
                                add_two(v.z, held.z, r[4], r[5]), add_two(v.w, held.w, r[6], r[7]));
-  if (c.squares_out) {
-    float one = 0.f, two = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) one += r[i], two += r[i] * r[i];
-    one = sum_of_eight(one);
-    two = sum_of_eight(two);
-    if (inside && to % 64 == 0) {
-      c.sums_out[(u64)(to / 64) * c.rows + token] = one;
-      c.squares_out[(u64)(to / 64) * c.rows + token] = two;
-    }
-  }
+  if (c.squares_out) write_moments(r, inside, token, to, c);
   if (ADAPTIVE && inside && c.scaled) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) r[i] *= 1.f + __ldg(c.next_scale + to + i);
@@ -176,6 +181,15 @@ __device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held,
         pack_half2(r[0], r[1]), pack_half2(r[2], r[3]), pack_half2(r[4], r[5]), pack_half2(r[6], r[7]));
   }
   return sum;
+}
+
+// This writes the moments of the rows themselves, for a norm of heads.
+__device__ __forceinline__ void measure(const uint4& v, bool inside, int token, int to, const Call& c) {
+  const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+  float r[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) r[2 * i] = widen((u16)pairs[i]), r[2 * i + 1] = widen((u16)(pairs[i] >> 16));
+  write_moments(r, inside, token, to, c);
 }
 
 // -- a tile -----------------------------------------------------------------------------------------------------------
@@ -253,7 +267,7 @@ __device__ __forceinline__ void write_rows(u32 staging, int token, int end, int 
 #pragma unroll
   for (int n = 0; n < (COUNT * 8 * PIECES + 127) / 128; ++n) {
     const int i = (threadIdx.x & 127) + 128 * n;
-    if (i >= COUNT * 8 * PIECES) break;  // With RESIDUAL these are whole warps, whose sums may shuffle.
+    if (i >= COUNT * 8 * PIECES) break;  // With moments these are whole warps, whose sums may shuffle.
     const int t = i / PIECES, piece = i % PIECES, to = column + piece * EACH;
     const bool inside = token + t < end && to < c.columns;
     const u32 from = staging + t * PITCH + piece * EACH * 2;
@@ -264,6 +278,7 @@ __device__ __forceinline__ void write_rows(u32 staging, int token, int end, int 
                      quantize4(w.z, w.w, c.inverse));
     }
     if constexpr (RESIDUAL) v = add_residual(v, held[n], inside, token + t, to, c);
+    if constexpr (MEASURED) measure(v, inside, token + t, to, c);
     if (!inside) continue;
     if constexpr (ROPE)
       *(uint4*)head_columns(to, token + t, c) = v;

@@ -59,6 +59,7 @@ def source(
         **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tile.registers, strict=True)),
         "STAGING": memory.staging, "EXCHANGE": memory.exchange, "BARRIERS": memory.barriers,
         "RESIDUAL": int(epilogue.residual),
+        "MEASURED": int(epilogue.moments is not None and not epilogue.residual),
         "ADAPTIVE": int(epilogue.gate is not None or epilogue.next_scale is not None),
         "NORM": 0 if norm is None else 1 if norm.sums is None else 2,
         "PAIRS": int(half > 0), "ROPE": int(epilogue.rope is not None), "WGMMA": product, **MACROS,
@@ -209,10 +210,12 @@ def _why_no_epilogue(x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue
         return "it has no rows with constants of their own"
     if e.shift is not None and weights.paired:
         return "a paired weight has no shift"
-    if not e.residual and (e.moments is not None or e.gate is not None):
-        return "a gate and moments come with a residual"
+    if not e.residual and (e.gate is not None or e.next_scale is not None):
+        return "a gate and the next norm's scale come with a residual"
     if e.residual and (e.activation is not Activation.NONE or out.dtype == _FP8 or norm is not None):
         return f"only a plain product is added to a residual, got {e.activation} into {out.dtype}"
+    if e.moments is not None and (e.activation.gated or e.rope is not None or out.dtype == _FP8):
+        return "moments are of rows of 16 bits, neither gated nor rotated"
     if e.moments is not None and (reason := _why_no_moments(e.moments, out)):
         return reason
     if e.moments is not None and e.moments.columns != MOMENTS_OF:

@@ -25,11 +25,12 @@ __device__ __forceinline__ void load_pairs(Pairs& pairs, u32 block) {
 __device__ __forceinline__ u32 widen_pair(u16 pair) {
 #if WIDEN == 1
   // The bits of E4M3, moved to BF16's places, are the number times 2^-120: the biases of the exponents are 7 and 127.
-  const u32 apart = __byte_perm(pair, 0, 0x1404);
-  return mul_bf16x2((apart & 0x80008000u) | (apart >> 4 & 0x07f007f0u), 0x7b807b80u);
+  // Each byte goes behind eight copies of its sign, so that one of them comes to BF16's sign.
+  const u32 apart = permute_bytes<0x9180>(pair, 0);
+  return mul_bf16x2(apart << 4 & 0x87f087f0u, 0x7b807b80u);
 #else
   // The lower seven bits behind the exponent of 128 are 128 more; the sign is worth -128.
-  const u32 apart = __byte_perm(pair, 0, 0x4140);
+  const u32 apart = permute_bytes<0x4140>(pair, 0);
   return sub_bf16x2((apart & 0x007f007fu) | 0x43004300u, (apart & 0x00800080u) | 0x43004300u);
 #endif
 }

@@ -1,0 +1,4 @@
+# Reading transformers' own types takes pyright a minute.
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...
