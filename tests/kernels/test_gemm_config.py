@@ -241,6 +241,30 @@ def test_the_best_of_triton_is_measured_against_cublas(best: str, monkeypatch: p
     assert len(asked) == 5, "cuBLAS is measured on request only"
 
 
+@pytest.mark.parametrize("best", ["computed", "written"])
+def test_few_rows_write_moments_where_that_is_faster(best: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def remembered(what: str, ways: dict[str, Any], *_: Any) -> Fastest:
+        for run in ways.values():
+            run()
+        return Fastest(best if best in ways else next(iter(ways)), {best: 1.0})
+
+    monkeypatch.setattr(configs, "remembered", remembered)
+    x, sizes = torch.zeros(10, 64), GemmSizes(10, 128, 64, weight_bytes=4, row_bytes=4)
+    made, seen = KernelChoices(torch.device("cpu"), Chain(None)), list[bool]()
+    moments_of_x = functools.partial(Moments.like, x)
+    made.product("o", sizes, lambda: None, moments=moments_of_x)
+    assert isinstance(made["o"].config, Skinny) and made["o"].moments is None
+    made.few_rows_moments({"o": (sizes, moments_of_x)}, lambda: seen.append(made["o"].moments is not None))
+    assert seen == [False, True]
+    written = made["o"].moments
+    assert written is None if best == "computed" else written is not None and written.columns == 16
+    assert made.detail.endswith(f"; moments {best}")
+    # Products of other kernels have chosen already.
+    made.product("o", GemmSizes(40, 128, 64), lambda: None, moments=moments_of_x)
+    made.few_rows_moments({"o": (sizes, moments_of_x)}, lambda: seen.append(True))
+    assert len(seen) == 2
+
+
 def test_a_measured_config_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "_MEASURED", {})
     monkeypatch.setattr(configs, "remembered", lambda what, ways, *_: Fastest(list(ways)[1], {"x": 1.0}))

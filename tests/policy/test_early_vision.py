@@ -4,6 +4,7 @@ The engines themselves replace CUDA graphs here."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,16 @@ def test_large_images_are_uploaded_one_by_one(
         log.clear()
         np.testing.assert_array_equal(answer(policy, given), want)
         assert log == [*(f"{height * width * 3} bytes" for height, width in sizes), *EARLY]
+
+
+def test_the_launch_is_counted_before_a_graph_starts(policy: OptimizedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may be interrupted between both, while the GPU runs vision: `transfer` would be negative."""
+    pipeline, began = policy.pipelines.newest, []
+    graphs: Any = pipeline.captured
+    start = graphs.start
+    monkeypatch.setattr(graphs, "start", lambda: (began.append(time.perf_counter()), start()))
+    answer(policy, tiny_observation(0))
+    assert began and pipeline.launched <= began[-1]
 
 
 def test_images_are_read_once_a_call(policy: OptimizedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:

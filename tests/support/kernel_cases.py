@@ -343,7 +343,7 @@ def _project(rows: int, n: int, k: int, tokens: int, what: str, config: GemmConf
         tile, outputs, moments = config, ["out"], None
         next_scale = draw.wide(n, scale=0.3) if "n" in what else None
         if "m" in what:
-            assert tile is not None and not isinstance(tile, (OneRow, Skinny))
+            assert tile is not None and not isinstance(tile, OneRow)
             columns = moments_columns(sizes, tile)
             sums, squares = (Empty((-(-n // columns), rows), torch.float32) for _ in range(2))
             scaled = Empty((rows, n), draw.dtype) if "n" in what else None
@@ -542,7 +542,9 @@ def _ready_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     """Weights that are in the tensor cores' layout before the wait: all of them, or the first chunks."""
     for weights, early in (("", 4), ("fp8", 2), ("int8", 1)):
         config = Skinny(16, 4, 64, 16, early, ready=True)
+        yield f"project {weights} {config} moments", _project(9, 40, 200, 1, "gbrmn", config)
         yield f"qkv_rope {weights} {config}", _qkv_rope(1, 9, 200, 2, 1, 24, True, weights, config)
+        yield f"qkv_rope {weights} {config} moments", _qkv_rope(1, 9, 200, 2, 1, 24, True, weights, config, 16)
         yield f"gate_up_geglu {weights} {config}", _gate_up(9, 200, 20, True, weights, config)
         yield (
             f"project {weights} {config}",

@@ -10,7 +10,7 @@ import torch
 from tests.support.kernel_calls import EPS, FP8, Call, Draw, Empty, Part, Same, eight_bit
 from tests.support.kernel_cases import moments_of
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.config import NormedTile
+from vla_accel.kernels.attention.config import FlashTile, NormedTile
 from vla_accel.kernels.attention.maps import Windows
 from vla_accel.kernels.attention.normed import HeadsNorm, Keys
 from vla_accel.kernels.gemm.config import Pipelined
@@ -67,7 +67,7 @@ def _norm_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int
 
 def _causal(
     batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, padding: tuple[int, ...] | None = None,
-    islands: tuple[slice, ...] = (), scale: float | None = None,
+    islands: tuple[slice, ...] = (), scale: float | None = None, tile: FlashTile | None = None,
 ) -> Callable:  # fmt: skip
     """`padding`: rows before the first real one; `islands`: rows that see each other; `scale`: of an FP8 output."""
 
@@ -83,7 +83,7 @@ def _causal(
         together = torch.zeros(tokens, dtype=torch.int32) if islands else None
         for island in islands:
             together[island] = 1  # type: ignore[index]
-        more = {"out": out, "starts": starts, "together": together, "inverse_scale": scale}
+        more = {"out": out, "starts": starts, "together": together, "inverse_scale": scale, "tile": tile}
         return Call("causal_attention", {**parts, **more}, ("out",))
 
     return call
@@ -264,6 +264,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     ]
     for shape in causal:
         yield f"causal_attention {shape}", _causal(*shape)
+    for wide in (FlashTile(128, 64, 8, 2), FlashTile(64, 128, 4, 2)):
+        yield f"causal_attention {wide}", _causal(1, 200, 2, 1, 12, None, (slice(140, 150),), tile=wide)
     yield "causal_attention fp8", _causal(1, 40, 4, 2, 16, scale=200.0)
     for shape in ((3, 20), (1, 6)):
         yield f"gelu, exact {shape}", _gelu(*shape)

@@ -10,15 +10,15 @@ text for the ledger tells which fusions run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vla_accel.fp8 import INT8, named
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.choice import Choice, choose
-from vla_accel.kernels.attention.config import AttentionShape
+from vla_accel.kernels.attention.choice import Choice, choose, fastest_causal_tile
+from vla_accel.kernels.attention.config import AttentionShape, FlashTile
 from vla_accel.kernels.attention.ops import attend, causal_attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.choice import Product, is_inside, products_by
@@ -98,8 +98,10 @@ class StackPlan:
 
         quantised = [] if first is None else [p for p in first if p.weight_scale is not None]
         self.kind = named(quantised[0].weight.dtype) if quantised else str(dtype)
+        self.tile: FlashTile | None = None
         self.attention = self._choose_attention(attention, taken_by(first.out if first else None), device)
-        self.detail = "causal attention in Triton" if self.attention is None else self.attention.detail
+        tile = "" if self.tile is None else f" ({self.tile})"
+        self.detail = f"causal attention in Triton{tile}" if self.attention is None else self.attention.detail
         self.attention_norm_inside = self.mlp_norm_inside = early = False
         if first is not None:
             early = self._fuse(first, count)
@@ -126,12 +128,13 @@ class StackPlan:
     def _choose_attention(self, asked: str, stored: torch.dtype, device: torch.device) -> Choice | None:
         """The backend of attention; None for causal attention, which has one kernel."""
         block, rows, dtype = self.weights.block, self.rows, self.weights.dtype
-        if block.attention is Attention.CAUSAL:
-            return None
         sizes = AttentionShape(
             rows.batch, rows.tokens, rows.tokens, block.heads, block.kv_heads, block.head_dim, dtype,
             padded=rows.padded, quantised=stored != dtype, stored=stored, last=rows.state_last,
         )  # fmt: skip
+        if block.attention is Attention.CAUSAL:
+            self.tile = fastest_causal_tile(replace(sizes, padded=False), rows.together, current(device))
+            return None
         return choose(asked, sizes, current(device))
 
     def _fuse(self, first: BlockWeights, count: int) -> bool:
@@ -224,7 +227,9 @@ class StackPlan:
         inverse_scale = weights.out.inverse_scale
         if self.attention is None:
             context = self.context.view(rows.batch, rows.tokens, -1)
-            return causal_attention(q, keys, values, context, lengths, rows.together, inverse_scale=inverse_scale)
+            return causal_attention(
+                q, keys, values, context, lengths, rows.together, inverse_scale=inverse_scale, tile=self.tile
+            )
         attend(
             self.attention.backend, q, keys, values, self.context, lengths, inverse_scale=inverse_scale,
             last=rows.state_last, tile=self.attention.tile,

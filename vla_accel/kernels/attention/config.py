@@ -78,6 +78,20 @@ def flash_tiles(gpu: Gpu | None, shape: AttentionShape) -> list[FlashTile]:
     return list(dict.fromkeys((first, *others)))
 
 
+def causal_tiles(gpu: Gpu | None, tokens: int, head_dim: int) -> list[FlashTile]:
+    """Return the configs of causal attention worth measuring, the default first."""
+    first = FlashTile(64 if tokens > 32 else 16, 64, 4, 2)
+    if gpu is None or gpu.capability[0] != 9 or tokens <= 64 or head_dim > 128:
+        return [first]
+    return [
+        first,
+        FlashTile(64, 64, 4, 3),
+        FlashTile(128, 64, 8, 2),
+        FlashTile(128, 128, 8, 2),
+        FlashTile(64, 128, 4, 2),
+    ]
+
+
 # -- a suffix ---------------------------------------------------------------------------------------------------------
 
 

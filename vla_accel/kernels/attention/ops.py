@@ -66,7 +66,7 @@ def attention(
 @op("attention.triton_attention")
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None, together: Tensor | None = None,
-    *, inverse_scale: float | None = None,
+    *, inverse_scale: float | None = None, tile: FlashTile | None = None,
 ) -> None:  # fmt: skip
     """Causal attention.
 
@@ -76,6 +76,7 @@ def causal_attention(
         out: (B, T, heads * d), contiguous.
         starts: (B,) int32, the rows before the first real one; each of them sees itself alone.
         together: (T,) int32, 1 for rows that see each other, whatever their order, otherwise 0.
+        tile: the tile config of Triton's kernel.
     """
     mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
     if together is not None:

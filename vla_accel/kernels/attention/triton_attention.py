@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from vla_accel.kernels.attention.config import FlashTile, KeySplit, SuffixShape
+from vla_accel.kernels.attention.config import FlashTile, KeySplit, SuffixShape, causal_tiles
 from vla_accel.kernels.attention.ops import Tensors
 from vla_accel.kernels.attention.suffix import AttentionWorkspace, Prefix
 from vla_accel.kernels.chain import launch
@@ -172,10 +172,10 @@ def attention(
 
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None, together: Tensor | None,
-    inverse_scale: float | None,
+    inverse_scale: float | None, tile: FlashTile | None,
 ) -> None:  # fmt: skip
     """See `vla_accel.kernels.attention.ops.causal_attention`."""
-    tile = FlashTile(64 if q.shape[1] > 32 else 16, 64, 4, 2)
+    tile = tile or causal_tiles(current(q).gpu, q.shape[1], q.shape[3])[0]
     _launch((q, k, v, out, starts), (None, together), inverse_scale, Mask(k.shape[1], causal=True), tile)
 
 

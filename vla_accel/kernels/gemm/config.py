@@ -284,9 +284,9 @@ def without_triton(gpu: Gpu | None, sizes: GemmSizes) -> list[Library | HopperTi
     return [*([] if widened or sizes.layer_norm else [Library()]), *own]
 
 
-def moments_columns(sizes: GemmSizes, config: Pipelined | Library | HopperTile) -> int:
+def moments_columns(sizes: GemmSizes, config: Pipelined | Skinny | Library | HopperTile) -> int:
     """Return the columns of the tiles in which a product writes moments of its output."""
-    if isinstance(config, Pipelined):
+    if isinstance(config, (Pipelined, Skinny)):
         return config.columns
     return sizes.columns if isinstance(config, Library) else MOMENTS_OF
 

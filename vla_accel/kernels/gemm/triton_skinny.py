@@ -29,6 +29,7 @@ from vla_accel.kernels.gemm.triton_epilogues import (
     store_columns,
     store_pair,
 )
+from vla_accel.kernels.gemm.triton_moments import of_tiles
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.triton_common import let_next_start, scale_of_sums, wait_for_previous
 
@@ -141,6 +142,8 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL
     own = 0
     if e.pinned is not None:
         own = own_row(e, row0 + tl.arange(0, TILE.rows)[None, :, None], K)
+    if SHAPE.tiles > 0:
+        parts = of_tiles(norm.squares, tl.minimum(row0 + tl.arange(0, TILE.rows), e.rows - 1), e.rows, SHAPE.tiles)
     coming = _row_tile(x_ptr, row0, e.rows, 0, K, TILE)
     for k0 in tl.static_range(0, K, BLOCK_K):
         x = coming
@@ -148,10 +151,13 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL
             coming = _row_tile(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
         wa = _pick(early_a, k0 // BLOCK_K, w_ptr, low, low_end, K, TILE)
         wb = _pick(early_b, k0 // BLOCK_K, w_ptr, high, high_end, K, TILE)
-        x, more = _modulated(x, norm.scale, own, k0, K, TILE)
-        squares += more
+        if SHAPE.tiles == 0:
+            x, more = _modulated(x, norm.scale, own, k0, K, TILE)
+            squares += more
         acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
         acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
+    if SHAPE.tiles > 0:
+        squares = tl.sum(parts, 0)
     rstd = tl.rsqrt(squares / K + norm.eps)[:, None]
     a, b = tl.sum(acc_a, 0) * scale_a * rstd, tl.sum(acc_b, 0) * scale_b * rstd
     store_pair(a, b, constants, e, (group, i0, row0), SHAPE, TILE)
@@ -178,33 +184,40 @@ def _skinny_columns(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, 
     residual = load_residual(e, (0, n0, row0), SHAPE, TILE)
     total = tl.full((TILE.rows,), 0.0, tl.float32)
     squares = tl.full((TILE.rows,), 0.0, tl.float32)
+    if SHAPE.tiles > 0:
+        row = tl.minimum(row0 + tl.arange(0, TILE.rows), e.rows - 1)
+        sums, parts = of_tiles(norm.sums, row, e.rows, SHAPE.tiles), of_tiles(norm.squares, row, e.rows, SHAPE.tiles)
     coming = _row_tile(x_ptr, row0, e.rows, 0, K, TILE)
     for k0 in tl.static_range(0, K, BLOCK_K):
         x = coming
         if k0 + BLOCK_K < K:
             coming = _row_tile(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
         w = _pick(early, k0 // BLOCK_K, w_ptr, n0, N, K, TILE)
-        if NORMED:
+        if NORMED and SHAPE.tiles == 0:
             if norm.weight_sums is not None:
                 total += tl.sum(tl.sum(x.to(tl.float32), 2), 0)
             x, more = _modulated(x, norm.scale, 0, k0, K, TILE)
             squares += more
         acc = tl.dot(x, w.to(x.dtype), acc)
     y = tl.sum(acc, 0) * scale
-    if NORMED:
+    if SHAPE.tiles > 0:
+        total, squares = tl.sum(sums, 0), tl.sum(parts, 0)
+    if norm.weight_sums is not None:
         mean = total / K
-        y -= mean[:, None] * weight_sums
-        y *= tl.rsqrt(squares / K - mean * mean + norm.eps)[:, None]
-    store_columns(y, constants, residual, e, (0, n0, row0), SHAPE, TILE)
+        y = (y - mean[:, None] * weight_sums) * tl.rsqrt(squares / K - mean * mean + norm.eps)[:, None]
+    elif NORMED:
+        y *= tl.rsqrt(squares / K + norm.eps)[:, None]
+    store_columns(y, constants, residual, e, (tl.program_id(0), n0, row0), SHAPE, TILE)
 
 
 def product(
     x: Tensor, weights: Linear, out: Tensor | Heads, epilogue: Epilogue, norm: Norm | None, config: Skinny
 ) -> None:
-    """`vla_accel.kernels.gemm.gemm`. No moments are read or written."""
+    """`vla_accel.kernels.gemm.gemm`."""
     shape, row_tiles = product_shape(weights, epilogue, out, norm), triton.cdiv(len(x), config.rows)
     check_pairs(shape, norm)
     operands, after = (weights.weight, weights.sums_scale), epilogue_arguments(weights, epilogue, out, len(x))
+    x = x if norm is None else norm.rows(x)
     run = {"num_warps": config.parts, "num_stages": 1}
     arguments = (x, operands, norm_arguments(norm), after, shape, config)
     if shape.half:
