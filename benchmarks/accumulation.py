@@ -21,7 +21,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,7 +33,7 @@ from eval.script import concluded
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
 from vla_accel.config import NativeOptions
 from vla_accel.families.loading import load
-from vla_accel.files import write_json
+from vla_accel.files import user_path, write_json
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.autotune import milliseconds, unfit
@@ -229,7 +228,7 @@ def actions(
 
 def main() -> int:
     parser = options_parser(__doc__)
-    parser.add_argument("--observations", type=Path, help="recorded observations (.npz); default: noise")
+    parser.add_argument("--observations", type=user_path, help="recorded observations (.npz); default: noise")
     parser.add_argument("--count", type=int, default=120, help="largest number of observations")
     parser.add_argument("--draws", type=int, default=8, help="noise draws of each")
     parser.add_argument("--tiny", action="store_true", help="small, on a CPU")

@@ -69,10 +69,14 @@ def synthetic(family: str, config: str) -> Job:
     return Job(f"parity_{family}_{config}", command)
 
 
-def serving(name: str, policy: str, devices: str) -> Job:
-    """Calls over a server with a process for each device. Runs of one GPU and of two use the same machine."""
+def serving(name: str, policy: str, replicas: int, host: int = 2, only: str = "") -> Job:
+    """Calls over a server with a process for each of the first `replicas` GPUs of a machine that has `host`. Runs that
+    are compared use the same machine."""
+    devices = ",".join(f"cuda:{index}" for index in range(replicas))
     options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
-    return Job(f"{name}_h200", f"vla-accel bench-server {options} --output {{json}}", gpus=2, whole_machine=True)
+    command = f"vla-accel bench-server {options} --output {{json}}"
+    gpu = (only or STORED_GPU).lower()
+    return Job(f"bench_server_{name}_{replicas}_{gpu}", command, gpus=host, whole_machine=True, only=only)
 
 
 def played(folder: str, config: str, options: str = "--steps 10 --trials 50", *needs: str, checkpoint: str = "") -> Job:
@@ -180,16 +184,16 @@ def families(only: str = "") -> list[Job]:
               "--calls 50 --profile", "lerobot"),
         timed("evo1", "--model evo1 --systems native-bf16,native-fp8,native-int8-denoise,eager,lerobot-eager "
               "--views 2 --steps 32,10 --batch 1,2,4 --calls 40 --profile", "lerobot"),
-        timed("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 "
-              "--steps 10,3 --calls 40 --profile", "lerobot"),
+        timed("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,native-fp8-vision,eager,lerobot-eager "
+              "--views 2 --steps 10,3 --calls 40 --profile", "lerobot"),
         timed("fastwam", "--model fastwam --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 "
               "--steps 10,3 --calls 40 --profile", "lerobot"),
         timed("xvla", "--model xvla --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-eager-bf16 "
               "--views 2 --steps 10,5,3 --batch 1,2,4 --calls 40 --profile", "lerobot"),
         *(timed(model, f"--model {model} --systems native-bf16,eager --views 2 --calls 50 --profile")
           for model in ("starvla_groot", "starvla_pi", "starvla_oft")),
-        *(timed(name, "--model openvla_oft --systems native-bf16,native-fp8,native-int8-denoise,eager --batch 1,2 "
-                f"--views {views} --calls 50 --profile")
+        *(timed(name, "--model openvla_oft --systems native-bf16,native-fp8,native-int8-denoise,eager,oft-eager "
+                f"--batch 1,2 --views {views} --calls 50 --profile", "prismatic")
           for name, views in (("openvla_oft", 2), ("openvla_oft_one_view", 1))),
         # torch.compile takes minutes, in runs of their own.
         *(timed(f"{model}_compile", f"--model {model} --systems native-bf16,{other} {options}", "lerobot")
@@ -204,6 +208,28 @@ def families(only: str = "") -> list[Job]:
     ]  # fmt: skip
 
 
+def goals(only: str = "") -> list[Job]:
+    """Whole calls with the checkpoint's own number of denoising steps and with fewer, for the goals of placed steps.
+    The times at which the steps lie do not change the time of a call."""
+
+    def timed(name: str, options: str) -> Job:
+        gpu = (only or STORED_GPU).lower()
+        return Job(f"goals_{name}_{gpu}", f"vla-accel bench {options} --output {{json}}", only=only)
+
+    long = "--views 3 --horizon 50 --steps 10,3 --calls 100"
+    return [
+        timed("pi05", f"--model pi05 --systems {OURS} --steps 10,3 --calls 100"),
+        timed("pi05_long", f"--model pi05 --systems native-fp8 {long}"),
+        timed("pi0_long", f"--model pi0 --systems native-fp8 {long}"),
+        timed("smolvla", "--model smolvla --systems native-bf16 --views 2 --steps 10,3 --calls 100"),
+        timed("groot", "--model groot --systems native-bf16 --views 2 --steps 4,2 --calls 100"),
+        timed("pi0_fast", "--model pi0_fast --systems native-bf16,native-fp8-decode,native-int8-decode --calls 20"),
+        timed("portable", "--model pi05 --systems portable-bf16 --steps 10,3 --calls 100"),
+        timed("portable_long", f"--model pi05 --systems portable-fp8 {long}"),
+        timed("batches", "--model pi05 --systems native-fp8 --steps 3,10 --batch 16,32 --calls 40"),
+    ]
+
+
 JOBS: tuple[Job, ...] = (
     # Times of whole calls.
     # openpi's max-autotune compiles for longer than all of this takes; it is in bench_compile.
@@ -216,6 +242,8 @@ JOBS: tuple[Job, ...] = (
     bench("pi0", f"--model pi0 --systems {OURS},eager,openpi-eager {SHAPE} --profile", "openpi"),
     bench("smolvla", f"--model smolvla --systems {OURS},lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
           "lerobot"),
+    *(Job(f"attach_{gpu}", "python -m benchmarks.time_attach --output {json}", needs=("lerobot",), only=only)
+      for gpu, only in (("h200", ""), ("h100", "H100"))),
     bench("groot", "--model groot --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 --calls 50 "
           "--profile", "lerobot"),
     *families(),
@@ -237,6 +265,8 @@ JOBS: tuple[Job, ...] = (
     bench("portable_pi05", f"--model pi05 {WITH_REALTIME}", "realtime_vla", only="H100"),
     bench("pi0", f"--model pi0 --systems {OURS},portable-bf16,portable-fp8 {SHAPE}", only="H100"),
     *families("H100"),
+    *goals(),
+    *goals("H100"),
     Job("start_pi05_h200", f"vla-accel bench --model pi05 --systems {OURS} --steps 10 --calls 20 --starts --output "
         "{json}"),
     Job("fp8_accumulation_h200", "python -m benchmarks.accumulation --count 8 --draws 2 --output {json}"),
@@ -261,6 +291,8 @@ JOBS: tuple[Job, ...] = (
     *(synthetic("smolvla", config) for config in ("native", "native_fp8")),
     *(synthetic(model, config) for model in ("groot", "groot_n16", "groot_n15")
       for config in ("native", "native_fp8_denoise")),
+    *(synthetic(model, config) for model, low in (("fastwam", "native_fp8"), ("molmoact2", "native_fp8"),
+      ("xvla", "native_fp8_denoise")) for config in ("native", low)),
     # Success; the first run of a comparison is the reference.
     *PAIRED,
     *PAIRED_ELSEWHERE,
@@ -283,19 +315,19 @@ JOBS: tuple[Job, ...] = (
     *(job for suite in ("libero_spatial", "libero_object") for job in stored(f"{suite}_demo",
         f"--suite {suite} --steps 10,3,1 --trials 50 --workers {{workers}} --device cuda", 1)),
     *stored("libero_spatial_quick_cpu", "--steps 1,2,3,5,10 --quick --device cpu", 0),
-    Job("tune_demo_h100", "python -m eval.libero.tune demo --observations {observations} --suite libero_spatial "
-        "--workers {workers} --no-films --device cuda --output {folder}", needs=("libero", "observations"),
-        file="tune.json", only="H100"),
+    *(Job(f"tune_{checkpoint}_h100", f"python -m eval.libero.tune {checkpoint} --observations {{observations}} --suite "
+          "libero_spatial --workers {workers} --no-films --device cuda --output {folder}",
+          needs=("libero", "observations"), file="tune.json", only="H100")
+      for checkpoint in ("demo", "smolvla_demo")),
     # Many simulators, and many clients of a server.
     throughput("simulators", "plain:1:4:6:16,plain:1:8:6:16,plain:1:14:12:16", 1),
-    throughput("gpus", "ray:1:14:30:16,ray:2:28:30:32", 2, "ray", only="H100"),
+    throughput("gpus", "ray:1:14:12:16,ray:2:28:12:32,ray:4:56:12:64", 4, "ray", only="H100"),
     # The policy in the server's process, as with `vla-accel serve demo`.
     Job("bench_server_h200", "vla-accel bench-server demo --config native --device cuda --clients 1,4,16,64 "
         "--seconds 2 --output {json}", whole_machine=True),
-    serving("bench_server_demo_1", "demo", "cuda:0"),
-    serving("bench_server_demo_2", "demo", "cuda:0,cuda:1"),
-    serving("bench_server_pi05_1", "--model pi05", "cuda:0"),
-    serving("bench_server_pi05_2", "--model pi05", "cuda:0,cuda:1"),
+    *(serving("demo", "demo", replicas) for replicas in (1, 2)),
+    *(serving("pi05", "--model pi05", replicas) for replicas in (1, 2)),
+    *(serving("pi05", "--model pi05", replicas, host=4, only="H100") for replicas in (1, 2, 4)),
     Job("server_faults_h200", "python -m tests.remote.load_server --checkpoint demo --config native --devices "
         "cuda:0,cuda:1 --seconds 60 --output {json}", gpus=2, whole_machine=True),
     # Without a GPU.

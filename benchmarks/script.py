@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from vla_accel.files import user_path
 from vla_accel.machine import hardware, software
 
 
 def options_parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser with `--output`, described by the first line of a module's docstring."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=user_path, required=True)
     return parser
 
 

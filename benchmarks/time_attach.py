@@ -111,11 +111,11 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=30)
     options = parser.parse_args()
     device = resolve_device("cuda")
-    rows = []
+    rows, settings = [], {"calls": options.calls, "steps": STEPS, "horizon": HORIZON, "cameras": len(CAMERAS)}
     for name in options.models:
         rows.append(row(name, options.calls, str(device)))
         print({key: value for key, value in rows[-1].items() if key not in ("engines", "parts_ms")}, flush=True)
-        write_json(options.output, {**report_head("time_attach", device), "rows": rows})
+        write_json(options.output, {**report_head("time_attach", device), "settings": settings, "rows": rows})
         torch.cuda.empty_cache()
     return int(any("reason" in one for one in rows))
 

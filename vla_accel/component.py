@@ -69,6 +69,8 @@ class Component:
         quantised: which products each engine computes in FP8, by the name of the engine.
         fetch: reads the weights of `module` and returns them; None if they are in memory.
         products: the dtype of the module's large products, if it is not that of the first output.
+        seldom: whether the inputs, which come from the host, seldom change, such as an instruction's tokens. A call
+            with those of the call before may leave out a second component.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Component:
     quantised: Mapping[str, Products] = field(default_factory=dict)
     fetch: Callable[[], Sequence[Tensor]] | None = None
     products: torch.dtype | None = None
+    seldom: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.tables.table import MODELS, Cell, Row, blocks, command, machine, of, plural, steps_of, table
+from benchmarks.tables.table import MODELS, PROJECTS, Cell, Row, blocks, command, machine, of, plural, steps_of, table
 from vla_accel.measure.host import busy_host
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, steps_timed
 from vla_accel.report.bench import ran
@@ -62,7 +62,7 @@ def calls(result: Row) -> str:
     for row in result["rows"]:
         systems.setdefault(row["system"], {"name": ran(row)})[row["steps"]] = row
     steps, kind = dict.fromkeys(row["steps"] for row in result["rows"]), result["model"].get("kind", "")
-    base = next((name for name in ("openpi-eager", "lerobot-eager", "eager") if name in systems), None)
+    base = next((name for name in (*(f"{name}-eager" for name in PROJECTS), "eager") if name in systems), None)
     each: dict[str, Cell] = {steps_of(kind, n): lambda row, n=n: call(row.get(n)) for n in steps}
     note = "Median ms of a whole call, NumPy in to NumPy out" + (f"; speed-up over {base}." if base else ".")
     return table({"system": "{name}", **each}, systems.values(), note)

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.diagrams import DIAGRAMS
 from benchmarks.svg import draw_latency, draw_models, sources
-from benchmarks.tables import agreement, bench, flow, hardware, images, server, shapes, success
+from benchmarks.tables import agreement, attach, bench, flow, hardware, images, server, shapes, success
 from benchmarks.tables.families import families
 from benchmarks.tables.lerobot_fields import FIELD_TABLES, steps
 from eval.training import record_of
@@ -70,6 +70,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "paced": (bench.paced, "bench_pi05_alone_h200"),
     "batches": (bench.batches, "bench_pi05_batches_h200"),
     "starts": (bench.starts, "start_pi05_h200"),
+    "attach": (attach.attach, "attach_{gpu}"),
     "shapes": (shapes.shapes, "bench_*_h200"),
     "shapes_h100": (shapes.calls, "bench_*_h100"),
     "goals": (shapes.goals, "bench_*_h200"),

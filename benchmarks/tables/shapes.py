@@ -9,6 +9,7 @@ from benchmarks.memory import parameters
 from benchmarks.tables.bench import PI0_PARTS, batched, call, component_columns
 from benchmarks.tables.table import (
     MODELS,
+    PROJECTS,
     Cell,
     Row,
     blocks,
@@ -192,7 +193,7 @@ def _played(pairs: Row) -> Iterator[tuple[str, str]]:
 def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping[str, str]) -> dict[str, Any]:
     model, kind, steps = bench["model"], bench["model"]["kind"], bench["rows"][0]["steps"]
     found = {row["system"]: row for row in bench["rows"] if row["steps"] == steps}
-    others = {name: row for name, row in found.items() if name.partition("-")[0] in ("openpi", "lerobot")}
+    others = {name: row for name, row in found.items() if name.partition("-")[0] in PROJECTS}
     if not others and "eager" in found:
         others = {"ours-eager": found["eager"]}
     count, difference = agreement.get(kind) or (parameters(kind), None)
@@ -203,16 +204,22 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
         "model": MODELS[kind],
         "size": _size(count),
         "call": f"{plural(model['views'], 'view')}, {model['action_horizon']} actions, {steps_of(kind, steps)}",
-        "reference": "; ".join(f"{r['median_ms']:.2f} ({n.replace('-', ', ', 1)})" for n, r in others.items()) or None,
+        "reference": "; ".join(f"{row['median_ms']:.2f} ({_named(name)})" for name, row in others.items()) or None,
         "ms": bf16.get("median_ms"),
         "speedup": others[base]["median_ms"] / bf16["median_ms"] if base and bf16 else None,
-        "code": base and base.removeprefix("ours-").partition("-eager")[0],
+        "code": PROJECTS.get(base.partition("-")[0], "eager") if base else None,
         "bf16": call(found.get("native-bf16")),
         "fp8": call(found.get("native-fp8")),
         "memory": memory.get("peak_running", memory["total"]) / 1e9 if memory else None,
         "difference": difference,
         "success": played.get(kind),
     }
+
+
+def _named(system: str) -> str:
+    """The project and the mode of a system, such as "openpi, eager"."""
+    project, _, mode = system.partition("-")
+    return f"{PROJECTS.get(project, project)}, {mode}"
 
 
 def _size(count: int) -> str:
@@ -246,9 +253,9 @@ def models(results: Iterable[Row | None]) -> str:
         "speed-up = {speedup:.1f}× over {code} | success = {success}",
         rows,
         "BF16, batch 1, random weights of the published size. Ms: median of a whole call, from NumPy observation to "
-        "NumPy actions. Speed-up: compared with the eager PyTorch code of openpi or lerobot (the faster one), or of "
-        "this package (eager), timed in the same run. Success: share of LIBERO episodes that a small bundled "
-        "checkpoint of that model solves; it is not measured with the published weights. "
+        "NumPy actions. Speed-up: compared with the eager PyTorch code of openpi, lerobot (the faster one) or "
+        "openvla-oft, or of this package (eager), timed in the same run. Success: share of LIBERO episodes that a "
+        "small bundled checkpoint of that model solves; it is not measured with the published weights. "
         f"{_where(benches, lambda bench: bench['hardware']['gpu'])}.",
     )
 

@@ -18,6 +18,8 @@ MODELS = {
     "openvla_oft": "OpenVLA-OFT", "multi_task_dit": "Multi-task DiT",
 }  # fmt: skip
 """Display names of the model families."""
+PROJECTS = {"openpi": "openpi", "lerobot": "lerobot", "oft": "openvla-oft"}
+"""Display names of the projects whose code is timed, by the first word of their systems."""
 Row = Mapping[str, Any]
 Cell = str | Callable[[Any], str]
 """A format string for a row, such as `"{latency[p50]:.2f}"`, or a function of the row."""

@@ -125,6 +125,8 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
             from vla_accel.cli.common import check_names
 
             check_names(source.where, source.config)
+        if source.kind == "lerobot" and arguments.ray is not None:
+            raise ConfigError("ray: a cluster plays this package's own policies, not lerobot's code; leave --ray out")
         if source.kind == "remote" and steps is not None and len(steps) > 1:
             raise ConfigError(f"steps: a remote policy has its server's step count, got a sweep {list(steps)}")
         return source

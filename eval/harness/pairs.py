@@ -140,6 +140,7 @@ def described(result: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: policy.get(name) or metadata.get(name) for name in ("sha256", "weights")},
         "policy": policy.get("name"),
+        "model": (metadata.get("model") or {}).get("kind"),
         "dtype": metadata.get("dtype"),
         "asked": {name: spec for name, spec in specs.items() if isinstance(spec, Mapping) and "engine" in spec},
         "engines": metadata.get("engines") or [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import json
 import logging
@@ -27,6 +28,8 @@ from vla_accel.remote.metadata import WARM_START, ensemble_of, history_of, max_d
 log = logging.getLogger("vla_accel")
 
 Chunking = Literal["plain", "rtc", "warm"]
+LEROBOT = "lerobot:"
+"""Prefix of a folder that lerobot's own code plays."""
 REMOTE_IDENTITY = ("policy", "weights", "model", "num_steps", "schedule", WARM_START, TEMPORAL_ENSEMBLE, "dtype")
 WARM_UP_CALLS = 2
 ANSWER_TIMEOUT_S = 300.0  # a server may compile at its first request
@@ -37,14 +40,15 @@ class PolicySource:
     """What to load; plain data that travels to worker processes.
 
     Attributes:
-        kind: `local` (a checkpoint in this process), `remote` (a websocket) or `expert`.
+        kind: `local` (a checkpoint in this process), `lerobot` (lerobot's own code in this process), `remote` (a
+            websocket) or `expert`.
         where: checkpoint path or name, websocket address, or empty for the expert.
         config: of a local policy: what `OptimizedPolicy.from_pretrained` takes, or None for its default.
         chunking: `plain`; `rtc` for chunks that are guided by the rest of the last one; `warm` for chunks that start
             from it.
     """
 
-    kind: Literal["local", "remote", "expert"]
+    kind: Literal["local", "lerobot", "remote", "expert"]
     where: str = ""
     config: str | None = None
     device: str = "auto"
@@ -52,11 +56,15 @@ class PolicySource:
 
     @classmethod
     def parse(cls, text: str, *, config: str | None, device: str, chunking: Chunking = "plain") -> PolicySource:
-        """`ws://host:port`, `demo`, or a checkpoint's path.
+        """`ws://host:port`, `demo`, a checkpoint's path, or `lerobot:` and the path of a folder of lerobot's.
 
         Raises:
             ConfigError: a malformed address, or a configuration for a policy that has its own.
         """
+        if text.startswith(LEROBOT):
+            if config is not None or chunking != "plain":
+                raise ConfigError(f"policy: {text} runs as lerobot saved it; leave --config and --chunking out")
+            return cls("lerobot", text.removeprefix(LEROBOT), device=device)
         if "://" not in text:
             return cls("local", text, config, device, chunking)
         check_address(text)
@@ -77,6 +85,12 @@ class PolicySource:
         """Load a checkpoint, or connect; returns an object with `infer`, `reset` and `metadata`."""
         if self.kind == "remote":
             return PolicyClient(self.where, timeout_s=ANSWER_TIMEOUT_S)
+        if self.kind == "lerobot":
+            from vla_accel.machine import resolve_device
+
+            # By name: it knows a benchmark's observations, of which the harness knows none.
+            lerobot = importlib.import_module("eval.lerobot.policy")
+            return lerobot.LerobotPolicy(Path(self.where), resolve_device(self.device))
         from vla_accel.policy import OptimizedPolicy
 
         device = None if self.device == "auto" else self.device
@@ -243,16 +257,17 @@ def make_actor(source: PolicySource, policies: PolicyBySteps | None, benchmark: 
         return ExpertActor(benchmark.make_expert())
     assert policies is not None
     # A request is never repeated: a lost answer is that episode's error, and the next `reset` connects again.
-    send_noise = source.kind == "local"
+    send_noise = source.kind != "remote"
     return PolicyActor(policies, benchmark, protocol, send_noise=send_noise, chunking=source.chunking)
 
 
 def check_chunks(
     metadata: Mapping[str, Any], source: PolicySource, protocol: Protocol, *, supports_prev_chunk: bool
 ) -> None:
-    """Raise `ConfigError` if a local policy with this metadata predicts fewer actions than are to be executed, or too
-    few to have some left when they arrive, or if it cannot use a previous chunk as `source.chunking` says."""
-    if source.kind == "local":
+    """Raise `ConfigError` if a policy in this process with this metadata predicts fewer actions than are to be
+    executed, or too few to have some left when they arrive, or if it cannot use a previous chunk as `source.chunking`
+    says."""
+    if source.kind != "remote":
         horizon = metadata.get("returned_actions") or chunk_shape(metadata)[0]
         most = f"expected at most the policy's {horizon} predicted actions"
         if protocol.replan_steps > horizon:
@@ -287,6 +302,9 @@ def identity(source: PolicySource, policy: Any, benchmark: Benchmark) -> dict[st
     if source.kind == "remote":
         known = {k: policy.metadata[k] for k in REMOTE_IDENTITY if k in policy.metadata}
         return {"kind": "remote", "address": source.where, "metadata": known, **chunking}
+    if source.kind == "lerobot":
+        content, device = _folder_hash(Path(source.where)), policy.metadata["device"]
+        return {"kind": "lerobot", "name": source.name, "sha256": content, "device": device}
     # `auto` is replaced by the choice; the step count belongs to the protocol; empty options change nothing.
     from vla_accel.policy.agreement import weights_of
 

@@ -65,7 +65,7 @@ class LocalWorkers:
         policy = None if source.kind == "expert" else source.load()
         self._source, self._benchmark, self.size = source, benchmark, count
         self._policies = None if policy is None else PolicyBySteps(policy)
-        device = policy.device if policy is not None and source.kind == "local" else torch.device("cpu")
+        device = policy.device if policy is not None and source.kind != "remote" else torch.device("cpu")
         self._on_gpu = device.type == "cuda"
         hardware = {**machine.hardware(device), "cores": available_cores()}
         if source.kind == "remote":

@@ -1,26 +1,35 @@
 """Train ACT or Diffusion Policy with lerobot 0.6.1's own trainer on recorded demonstrations.
 
-    python -m eval.lerobot.train --episodes runs/lerobot/episodes --policy act --output runs/lerobot/act --steps 20000
+    python -m eval.lerobot.train --episodes runs/lerobot/episodes --policy act --output runs/lerobot/act --minutes 10
 
-Network, loss, optimizer, loop and the saved folder (`checkpoints/<step>/pretrained_model`) are lerobot's. The data set
-is in memory instead of parquet files, so that lerobot needs neither datasets, pandas, pyarrow nor av: empty modules
-take their place where they are not installed. With `ACCELERATE_MIXED_PRECISION=bf16` in the environment, as `accelerate
-launch` sets it, updates are computed in BF16; the weights stay FP32.
+Network, loss, optimizer, loop and the saved folders (`checkpoints/<step>/pretrained_model`) are lerobot's. Three things
+are not:
 
-ACT's ResNet has batch norms with fixed statistics. Without weights of ImageNet they are the identity, and activations
-grow from block to block, so that training starts from statistics of the demonstrations.
+- The data set is in memory instead of parquet files, so that lerobot needs neither datasets, pandas, pyarrow nor av:
+  empty modules take their place where they are not installed.
+- The run ends by the clock (`Clock`), which also sets the learning rate and the moments of saving.
+- ACT's ResNet has batch norms with fixed statistics. Without weights of ImageNet they are the identity, and activations
+  grow from block to block, so that training starts from statistics of the demonstrations. `quicken` changes how the
+  ResNet is computed, not what.
+
+With `ACCELERATE_MIXED_PRECISION=bf16` in the environment, as `accelerate launch` sets it, updates are computed in BF16;
+the weights stay FP32.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import math
 import sys
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from unittest import mock
@@ -28,6 +37,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from eval.script import run_script
 from vla_accel.cli.options import Count, Seed, Within, Written
@@ -38,6 +48,10 @@ OPTIONAL = ("datasets", "pandas", "pyarrow", "av", "cv2", "jsonlines")
 """Packages of lerobot's data sets on disk."""
 LEAST_DEVIATION = 0.02
 """Of an action's number, so that one which hardly ever moves is not scaled up."""
+READERS = 16
+"""Threads that read episodes."""
+MOST = 999_999
+"""Updates of a run, which ends by the clock before."""
 CALIBRATED = 8
 """Batches of 32 pictures for the statistics of the batch norms."""
 
@@ -52,16 +66,16 @@ class Arguments:
     """Folder of the run, which must be new."""
     policy: Literal["act", "diffusion"] = "act"
     """Kind of policy."""
-    steps: Count = 20000
-    """Updates."""
+    minutes: Annotated[float, Within(0, above=True)] = 10.0
+    """Minutes of updates; saving and loading come in addition."""
     batch: Count = 64
     """Observations of an update."""
     lr: Annotated[float, Within(0, above=True)] = 1e-4
     """Learning rate."""
-    save_every: Count = 5000
-    """Updates from one saved folder to the next."""
-    warmup: Annotated[int, Within(0)] = 500
-    """Updates until the learning rate is reached; then it falls to 0 as a cosine."""
+    saves: Count = 5
+    """Folders to save, at equal times, the last one at the end."""
+    warmup: Count = 300
+    """Updates until the learning rate is reached; it falls to 0 as a cosine."""
     workers: Annotated[int, Within(0)] = 8
     """Processes that load data."""
     device: str = "cuda"
@@ -70,6 +84,58 @@ class Arguments:
     """Of weights and order."""
     dim: Count = 512
     """Width of ACT, and of the first level of the UNet; smaller ones are for trials."""
+
+
+class Enough(Exception):
+    """Ends lerobot's loop after the last folder was saved."""
+
+
+class Clock:
+    """When a run saves, how its learning rate falls, and when it ends, by the share of its time that has passed.
+
+    Time counts from the first update. `seconds` of updates; `saves` folders.
+    """
+
+    def __init__(self, seconds: float, saves: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._saves, self._now = seconds, saves, now
+        self._began: float | None = None
+        self.saved = 0
+
+    @property
+    def share(self) -> float:
+        """In [0, 1]."""
+        return 0.0 if self._began is None else min(1.0, (self._now() - self._began) / self._seconds)
+
+    def saves(self) -> bool:
+        """Whether to save now, once for each moment that has passed."""
+        due = int(self.share * self._saves)
+        due, self.saved = due > self.saved, max(due, self.saved)
+        return due
+
+    def updating(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an update that starts the clock, and raises Enough after the last save."""
+
+        def updated(*arguments: Any, **options: Any) -> Any:
+            if self.saved == self._saves:
+                raise Enough
+            self._began = self._now() if self._began is None else self._began
+            return update(*arguments, **options)
+
+        return updated
+
+    def fall(self) -> float:
+        """Return the factor of the learning rate, a cosine from 1 to 0."""
+        return 0.5 * (1 + math.cos(math.pi * self.share))
+
+    def scheduling(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Return lerobot's function that makes optimizer and schedule, whose rate falls in addition by the clock."""
+
+        def made(*arguments: Any) -> Any:
+            optimizer, schedule = make(*arguments)
+            schedule.lr_lambdas = [lambda update, own=own: own(update) * self.fall() for own in schedule.lr_lambdas]
+            return optimizer, schedule
+
+        return made
 
 
 class Demonstrations(torch.utils.data.Dataset):
@@ -81,12 +147,16 @@ class Demonstrations(torch.utils.data.Dataset):
         files = sorted(folder.glob("episode_*.npz"))
         if not files:
             raise ConfigError(f"episodes: expected episode_*.npz, found none in {folder}")
-        loaded = [dict(np.load(file)) for file in files]
-        self.images, self.states, self.actions = (
-            torch.from_numpy(np.concatenate([one[name] for one in loaded])) for name in ("images", "states", "actions")
-        )
-        self.states, self.actions = self.states.float(), self.actions.float()
+        with ThreadPool(READERS) as pool:
+            loaded = pool.map(lambda file: dict(np.load(file)), files)
         ends = np.cumsum([len(one["states"]) for one in loaded])
+        # Filled in place: a concatenation of all images would be in memory twice.
+        self.images = torch.empty(int(ends[-1]), *loaded[0]["images"].shape[1:], dtype=torch.uint8)
+        for one, end in zip(loaded, ends, strict=True):
+            self.images[end - len(one["states"]) : end] = torch.from_numpy(one.pop("images"))
+        self.states, self.actions = (
+            torch.from_numpy(np.concatenate([one[name] for one in loaded])).float() for name in ("states", "actions")
+        )
         self.first = torch.from_numpy(np.repeat(ends - np.diff(ends, prepend=0), np.diff(ends, prepend=0)))
         self.last = torch.from_numpy(np.repeat(ends - 1, np.diff(ends, prepend=0)))
         self.num_frames, self.num_episodes = len(self.states), len(files)
@@ -187,6 +257,7 @@ def new_config(chosen: Arguments, size: tuple[int, int]) -> Any:
 
     return DiffusionConfig(
         **shared, horizon=16, n_action_steps=8, use_group_norm=True, use_separate_rgb_encoder_per_camera=False,
+        resize_shape=tuple(side * 5 // 8 for side in size), crop_ratio=0.9,
         down_dims=(chosen.dim, 2 * chosen.dim, 4 * chosen.dim), noise_scheduler_type="DDIM", num_inference_steps=10,
     )  # fmt: skip
 
@@ -212,17 +283,41 @@ def calibrate(policy: Any, data: Demonstrations) -> None:
     frozen.load_state_dict({name: value for name, value in free.state_dict().items() if name in kept})
 
 
+def quicken(policy: Any) -> Any:
+    """Let ACT's ResNet train with images in the memory format of tensor cores, and with norms of one kernel, which
+    compute what torchvision's of several elementwise products do. Returns the policy."""
+    from torchvision.ops import FrozenBatchNorm2d
+
+    def norm(one: Any, x: Tensor) -> Tensor:
+        return F.batch_norm(x, one.running_mean, one.running_var, one.weight, one.bias, eps=one.eps)
+
+    frozen = [one for one in policy.modules() if isinstance(one, FrozenBatchNorm2d)]
+    for one in frozen:
+        one.forward = functools.partial(norm, one)
+    if frozen:
+        policy.model.backbone.register_forward_pre_hook(
+            lambda _, images: tuple(image.contiguous(memory_format=torch.channels_last) for image in images)
+        )
+    return policy
+
+
 def run(chosen: Arguments) -> None:
     """Train, and leave lerobot's folders in the output."""
     torch.manual_seed(chosen.seed)
-    data = Demonstrations(chosen.episodes)
-    with (
-        lerobot_without_datasets() as lerobot_train,
-        mock.patch.object(lerobot_train, "make_train_eval_datasets", lambda config: (data, None)),
-    ):
+    data, clock = Demonstrations(chosen.episodes), Clock(60 * chosen.minutes, chosen.saves)
+    with contextlib.ExitStack() as stack:
+        trainer = stack.enter_context(lerobot_without_datasets())
+        for name, replacement in (
+            ("make_train_eval_datasets", lambda config: (data, None)),
+            ("should_save_checkpoint", lambda step, every, steps: clock.saves()),
+            ("make_optimizer_and_scheduler", clock.scheduling(trainer.make_optimizer_and_scheduler)),
+            ("update_policy", clock.updating(trainer.update_policy)),
+            ("make_policy", lambda make=trainer.make_policy, **options: quicken(make(**options))),
+        ):
+            stack.enter_context(mock.patch.object(trainer, name, replacement))
         from lerobot.configs.default import DatasetConfig
         from lerobot.configs.train import TrainPipelineConfig
-        from lerobot.optim.schedulers import CosineAnnealingWithWarmupSchedulerConfig
+        from lerobot.optim.schedulers import ConstantWithWarmupSchedulerConfig
         from lerobot.policies import factory
 
         config = new_config(chosen, (data.images.shape[2], data.images.shape[3]))
@@ -235,16 +330,17 @@ def run(chosen: Arguments) -> None:
             for part in factory.make_pre_post_processors(config, dataset_stats=data.meta.stats):
                 part.save_pretrained(start)
             config.pretrained_path = start
-        lerobot_train.train(
-            TrainPipelineConfig(
-                dataset=DatasetConfig(repo_id="local/expert"), policy=config, output_dir=chosen.output,
-                steps=chosen.steps, batch_size=chosen.batch, num_workers=chosen.workers, save_freq=chosen.save_every,
-                log_freq=min(100, -(-chosen.steps // 4)), seed=chosen.seed, env_eval_freq=0,
-                use_policy_training_preset=False, optimizer=config.get_optimizer_preset(),
-                scheduler=CosineAnnealingWithWarmupSchedulerConfig(min(chosen.warmup, chosen.steps // 10)),
-                dataloader_multiprocessing_context="fork" if chosen.workers else None,
-            )
-        )  # fmt: skip
+
+        with contextlib.suppress(Enough):
+            trainer.train(
+                TrainPipelineConfig(
+                    dataset=DatasetConfig(repo_id="local/expert"), policy=config, output_dir=chosen.output,
+                    steps=MOST, batch_size=chosen.batch, num_workers=chosen.workers, log_freq=100,
+                    seed=chosen.seed, env_eval_freq=0, use_policy_training_preset=False,
+                    optimizer=config.get_optimizer_preset(), scheduler=ConstantWithWarmupSchedulerConfig(chosen.warmup),
+                    dataloader_multiprocessing_context="fork" if chosen.workers else None,
+                )
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

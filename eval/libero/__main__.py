@@ -21,7 +21,8 @@ class Arguments(options.Arguments):
     by ending: _lan (reworded instructions), _object (other objects), _swap (places exchanged), _task (other tasks).
     Several with commas between them: each is reported apart, and all together."""
     policy: str = "demo"
-    """A checkpoint's folder or name on the hub, "demo" for the bundled one, or ws://host:port."""
+    """A checkpoint's folder or name on the hub, "demo" for the bundled one, ws://host:port, or lerobot:FOLDER for ACT
+    or Diffusion Policy by lerobot's own code."""
     starts: Folder = None
     """A folder that has one of start states of each suite, sampled by `eval.demo.states`, to begin from instead
     of the shipped ones."""

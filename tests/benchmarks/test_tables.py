@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import pictures, store
 from benchmarks.svg import PUBLISHED, draw_models, sources
-from benchmarks.tables import agreement, hardware, registry, shapes, success
+from benchmarks.tables import agreement, attach, hardware, registry, shapes, success
 from benchmarks.tables import bench as benches
 from benchmarks.tables.families import families
 from benchmarks.tables.table import OLD, UNKNOWN, doubt, machine, table
@@ -61,7 +61,8 @@ def test_every_table_and_every_stored_run_is_on_a_page() -> None:
     assert [name for name in registry.TABLES if f"<!-- table: {name} -->" not in shown] == []
     listed = [s for _, source in registry.TABLES.values() for s in ((source,) if isinstance(source, str) else source)]
     stored = [path for path in registry.RESULTS.glob("*.json")]
-    listed = [source for source in listed if source != "*"]  # the count of runs by GPU reads all
+    # The count of runs by GPU reads all.
+    listed = [source.replace("{gpu}", "*") for source in listed if source != "*"]
     assert [p.name for p in stored if not any(p.match(f"{source}.json") for source in listed)] == []
 
 
@@ -232,6 +233,19 @@ def test_a_model_has_one_row_from_all_its_stored_runs() -> None:
     first, second = cells(shapes.models([bench_report(CEILINGS), smolvla, agreed, lerobot, played]))
     assert first == ["π0.5 (3.35 B)", "14.00", "-", "4.3× over openpi", "80.0 % of 20"]
     assert second[0] == "SmolVLA (402 M)" and second[2:] == ["1.3 GB", "4.3× over lerobot", "-"]
+
+
+def test_an_attached_policy_has_its_speed_up_and_a_refused_one_has_none() -> None:
+    timed = {"lerobot": {"p50_ms": 100.0, "p95_ms": 110.0}, "first_call_s": 20.4}
+    done = {"attached": {"p50_ms": 5.0, "p95_ms": 5.5}, "difference": 0.0123, "speed_up": 20.0}
+    memory = {"memory": {"lerobot": 14e9, "attached": 7e9, "detached": 14e9}}
+    rows = [{"model": "pi05_fp32", **timed, **done, **memory}, {"model": "smolvla", **timed, "reason": "unknown"}]
+    settings = {"calls": 30, "steps": 10, "horizon": 50, "cameras": 2}
+    result = {**CPU, "settings": settings, "rows": rows, "command": ["python", "-m", "benchmarks.time_attach"]}
+    first, second = cells(attach.attach(result))
+    assert first == ["π0.5, float32", "100.00", "5.00, 20.0×", "1.2e-02", "20 s", "14.0 GB", "7.0 GB"]
+    assert second == ["SmolVLA", "100.00", "-", "-", "20 s", "-", "-"]
+    assert "30 calls each" in attach.attach(result) and "10 steps, 50 actions, 2 cameras" in attach.attach(result)
 
 
 def test_a_model_has_the_run_of_the_gpu_that_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ remote: transforms view
 client: remote transforms
 server: config remote transforms view
 policy: component config engines families fp8 kernels latency ledger machine nn remote runtime transforms
-attachment: checkpoints config families nn policy transforms
+attachment: checkpoints config families machine nn policy transforms
 measure: checkpoints client component config engines families fp8 kernels latency machine nn policy progress remote
     server transforms
 tune: config engines fp8 kernels measure policy
@@ -60,7 +60,7 @@ EVAL_IMPORTS = {
     "harness": set(),
     "libero": {"harness"},
     "demo": {"harness", "libero"},
-    "lerobot": {"libero"},
+    "lerobot": {"harness", "libero"},
     "benchmarks": {"harness"},
 }
 EVAL_ALLOWED = {
@@ -69,7 +69,7 @@ EVAL_ALLOWED = {
         *("cli", "client", "latency", "machine", "measure", "policy", "progress", "remote", "report", "tune", "view"),
     },
     "libero": {"cli"},
-    "lerobot": {"cli", "server"},
+    "lerobot": {"cli"},
     "demo": {
         *("checkpoints", "cli", "engines", "families", "fp8", "kernels", "machine", "measure", "nn", "policy"),
         "transforms",

@@ -86,7 +86,7 @@ LOOKED_UP: dict[str, str] = {
     "python -m eval.demo.states ": f"{MINUTES}; tests/eval/test_demo.py samples a few",
     "python -m eval.lerobot.record ": f"{MINUTES}, with a simulator that renders",
     "python -m eval.lerobot.train ": "it needs lerobot; tests/eval/test_lerobot_training.py reads its demonstrations",
-    "python -m eval.lerobot.serve ": "it needs lerobot",
+    "python -m eval.lerobot.compare ": f"{MINUTES}; tests/eval/test_lerobot_training.py makes its choice",
     "python -m eval.demo.observations ": f"{MINUTES}; tests/eval/test_demo.py records of a toy's tasks",
 }
 """Beginnings of commands that are not run, and why."""

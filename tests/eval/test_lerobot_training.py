@@ -1,4 +1,4 @@
-"""The demonstrations that lerobot's trainer reads: chunks that end with the episode, histories that begin with it."""
+"""Training with lerobot's trainer: what is recorded, what the trainer reads, when it saves, what is chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from eval.lerobot.train import CAMERAS, LEAST_DEVIATION, Demonstrations
+from eval.harness.policies import PolicySource
+from eval.lerobot import compare, record
+from eval.lerobot.train import CAMERAS, LEAST_DEVIATION, Clock, Demonstrations, Enough
 from vla_accel.errors import ConfigError
 
 
@@ -54,3 +56,94 @@ def test_statistics_are_those_of_the_demonstrations(data: Demonstrations) -> Non
 def test_a_folder_without_episodes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"episodes: expected episode_\*.npz"):
         Demonstrations(tmp_path)
+
+
+def test_the_clock_saves_at_equal_times_and_ends_the_run_after_the_last_folder() -> None:
+    now = [0.0]
+    clock = Clock(100, 2, lambda: now[0])
+    update = clock.updating(lambda: "updated")
+    now[0] = 500.0  # loading does not count
+    assert update() == "updated" and not clock.saves() and clock.fall() == 1
+    now[0] = 549.0
+    assert not clock.saves()
+    now[0] = 550.0
+    assert clock.saves() and not clock.saves() and clock.fall() == pytest.approx(0.5)
+    assert update() == "updated"
+    now[0] = 620.0  # a slow update: the rate stays 0, and the folder is saved once
+    assert clock.fall() == 0 and clock.saves() and not clock.saves()
+    with pytest.raises(Enough):
+        update()
+
+
+def test_the_learning_rate_falls_by_the_clock_in_addition_to_lerobots_schedule() -> None:
+    now, optimizer = [0.0], torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    clock = Clock(10, 1, lambda: now[0])
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, update / 4))
+    _, schedule = clock.scheduling(lambda config, policy: (optimizer, warm))(None, None)
+    update, rates = clock.updating(lambda: None), []
+    for now[0] in (0.0, 5.0, 5.0, 5.0, 10.0):
+        update()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.5, 0.5, 0.75, 1.0, 0.0])
+
+
+class Arm:
+    """An environment that counts its steps and reaches the goal after `goal` of them."""
+
+    def __init__(self, goal: int) -> None:
+        self.goal, self.executed = goal, list[np.ndarray]()
+
+    @property
+    def success(self) -> bool:
+        return len(self.executed) >= self.goal
+
+    def observation(self) -> dict[str, np.ndarray]:
+        image = np.full((2, 2, 3), len(self.executed), np.uint8)
+        return {"observation/image": image, "observation/wrist_image": image, "observation/state": np.zeros(8)}
+
+    def step(self, action: np.ndarray, *, look: bool) -> None:
+        self.executed.append(action)
+
+    def act(self, env: Arm) -> list[float]:
+        return [0.5] * 6 + [1.0]
+
+
+@pytest.mark.parametrize("goal", [70, 75, 80, 85, 90])
+def test_pushes_are_executed_but_not_recorded(goal: int) -> None:
+    arm = Arm(goal)
+    chosen = record.Arguments(Path(), Path(), noise=0.0, pushes=1.0)
+    parts = record.demonstrate(arm, arm, chosen, 0, 220)
+    recorded = [int(step["images"][0, 0, 0, 0]) for part in parts for step in part]
+    pushed = [tick for tick, action in enumerate(arm.executed) if action[3] == 0]
+    assert len(parts) > 2 and {len(part) for part in parts[:-1]} == {record.SHORTEST}
+    assert sorted(recorded + pushed) == list(range(len(arm.executed))), "an action is recorded or is part of a push"
+    assert max(tick for tick in pushed if tick - 1 not in pushed) < goal, "a push after the goal could undo it"
+    assert sum(tick >= goal for tick in recorded) in (record.AFTER - 1, record.AFTER)
+    assert all(action[-1] == 1.0 for action in arm.executed), "a push keeps the gripper's command"
+
+
+def test_noise_is_executed_and_the_experts_action_recorded() -> None:
+    arm = Arm(30)
+    (steps,) = record.demonstrate(arm, arm, record.Arguments(Path(), Path(), pushes=0.0), 2, 220)
+    assert all((step["actions"] == [0.5] * 6 + [1.0]).all() for step in steps)
+    executed = np.stack(arm.executed)
+    assert executed[:, :3].std() > 0.1 and (executed[:, 3:] == [0.5] * 3 + [1.0]).all()
+
+
+def test_the_best_folder_is_chosen_and_of_equals_the_latest() -> None:
+    def result(won: int, error: str | None = None) -> dict[str, object]:
+        return {"episodes": [{"success": index < won, "error": error} for index in range(4)]}
+
+    folders = [Path("checkpoints") / step for step in ("000100", "000200", "000300")]
+    assert compare.best(dict(zip(folders, map(result, (2, 3, 3)), strict=True))) == folders[2]
+    assert compare.best(dict(zip(folders, map(result, (3, 2, 1)), strict=True))) == folders[0]
+    with pytest.raises(ConfigError, match="without errors, got Boom"):
+        compare.best({folders[0]: result(2, "Boom")})
+
+
+def test_lerobots_own_policy_takes_no_configuration() -> None:
+    source = PolicySource.parse("lerobot:some/folder", config=None, device="cpu")
+    assert (source.kind, source.where, source.device, source.name) == ("lerobot", "some/folder", "cpu", "folder")
+    with pytest.raises(ConfigError, match="leave --config and --chunking out"):
+        PolicySource.parse("lerobot:some/folder", config="native", device="cpu")

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 TOWER = AttentionShape(2, 256, 256, 16, 16, 72, torch.bfloat16, padded=False, quantised=False)
+XVLA = replace(TOWER, batch=1, tokens=262, source=262, head_dim=64)
 PREFIX = AttentionShape(1, 544, 544, 8, 1, 256, torch.bfloat16, padded=True, quantised=False)
 # Clusters of three blocks, of two, and none.
 PREFIXES = [PREFIX, replace(PREFIX, tokens=800, source=800), replace(PREFIX, batch=2)]
@@ -56,7 +57,8 @@ def test_a_kernel_computes_what_its_reference_does(name: str, dtype: torch.dtype
     [
         (TOWER, "whole"), (replace(TOWER, batch=3, quantised=True), "whole"), (PREFIX, "shared_keys"),
         (replace(PREFIX, tokens=800, source=800), "shared_keys"), (replace(PREFIX, dtype=torch.float32), ""),
-        (replace(TOWER, source=300, tokens=300), ""), (replace(TOWER, head_dim=36), ""),
+        (replace(TOWER, source=300, tokens=300), "whole"),
+        (replace(TOWER, source=321, tokens=321), ""), (replace(TOWER, head_dim=36), ""),
         (replace(TOWER, head_dim=128), ""),
         (replace(PREFIX, heads=6), ""), (replace(PREFIX, kv_heads=8), ""), (replace(TOWER, padded=True), ""),
     ],
@@ -80,7 +82,7 @@ def flash_only() -> None:
         pytest.skip("NOT RUN: needs flash-attn: pip install 'vla_accel[flash]'")
 
 
-@pytest.mark.parametrize("sizes", [TOWER, replace(TOWER, batch=3), *PREFIXES])
+@pytest.mark.parametrize("sizes", [TOWER, replace(TOWER, batch=3), XVLA, *PREFIXES])
 def test_dependent_launches_wait_for_what_they_read(sizes: AttentionShape) -> None:
     with torch.inference_mode():
         given = random_tensors(sizes, GPU)

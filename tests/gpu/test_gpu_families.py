@@ -81,6 +81,7 @@ def used(policy: OptimizedPolicy) -> set[str]:
         (OPENVLA_OFT, {}), (OPENVLA_OFT, {"decode": "fp8"}),
         (DIFFUSION_POLICY, {}), (DIFFUSION_POLICY, {"denoise": "int8"}),
         (MOLMOACT2, {}), (MOLMOACT2, {"denoise": "fp8"}), (MOLMOACT2, {"denoise": "int8"}),
+        (MOLMOACT2, {"vision": "fp8", "kv_cache": "fp8"}),
         (FASTWAM, {}), (FASTWAM, {"kv_cache": "fp8"}), (FASTWAM, {"kv_cache": "fp8", "denoise": "fp8"}),
         (XVLA, {}), (XVLA, {"denoise": "fp8"}),
         (MULTI_TASK_DIT, {}), (MULTI_TASK_DIT, {"denoise": "fp8"}), (MULTI_TASK_DIT, {"denoise": "int8"}),
@@ -191,6 +192,20 @@ def test_a_noise_scheduler_is_as_near_as_eager(family: Any, support: Any, batch:
         answers.append(torch.from_numpy(first))
         assert used(policy) - {"cuda_graph"} == {engine}
     assert_as_near(*answers)
+
+
+def test_a_graph_encodes_an_instruction_when_it_changes(tmp_path: Path) -> None:
+    tiny_multi_task_dit.write_lerobot(tmp_path)
+    policy = OptimizedPolicy.from_pretrained(tmp_path, settings(MULTI_TASK_DIT, "bf16", "native"))
+    noise = np.random.default_rng(0).standard_normal(policy.noise_shape)
+    first, second = ({**tiny_multi_task_dit.observation(0, 2), "task": task} for task in tiny_multi_task_dit.TASKS[:2])
+    results = [policy.infer(given, noise=noise) for given in (second, first, first, second, second)]
+    spent = [result["policy_timing"]["kv_cache_ms"] > 0 for result in results]
+    assert spent[1:] == [True, False, True, False]
+    actions = [result["actions"] for result in results]
+    for one, other in ((0, 3), (3, 4), (1, 2)):
+        np.testing.assert_array_equal(actions[one], actions[other])
+    assert np.abs(actions[0] - actions[1]).max() > 0
 
 
 # -- GR00T ------------------------------------------------------------------------------------------------------------

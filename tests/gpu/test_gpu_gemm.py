@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch.nn import functional as F
 
 from tests.kernels.test_gemm import TILES
 from tests.support.kernel_cases import moments_of
+from vla_accel import fp8
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.autotune import compile_all
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm import hopper as kernels
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
@@ -23,6 +26,7 @@ from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.rows.rows import add_norm, geglu
+from vla_accel.runtime import Runtime
 
 pytestmark = pytest.mark.gpu
 
@@ -134,7 +138,7 @@ def check_norms_inside(
         torch.testing.assert_close(moments.squares, real.squares, atol=1e-3, rtol=1e-5)
     if kind != FP8 and runs(tiling, kind, k, normed=True, gated=gated):
         x = (x.float() * 2 + 3 * normal(rows, 1)).to(kind)
-        sums = weights.weight.float().sum(1)
+        sums = weights.true_weight(torch.float32).sum(1)
         for kept in (None,) if gated else (None, sums):
             out = torch.full((rows, n // 2 if gated else n), float("nan"), device=DEVICE, dtype=kind)
             times(x, weights, out, tiling, Norm(1e-6, moments_of(x, None, 64), sums=kept), activation=activation)
@@ -159,10 +163,13 @@ def test_gated_products_take_an_rms_norm_in(activation: Activation) -> None:
                 check_norms_inside(tiling, torch.bfloat16, rows, 640, 1152, activation)
 
 
-@pytest.mark.parametrize(("n", "activation"), [(6144, Activation.GELU), (4608, Activation.NONE)])
-def test_few_rows_take_a_modulated_layer_norm_in(n: int, activation: Activation) -> None:
-    """GR00T's denoise loop: its shift is a constant of the step."""
-    rows, k, gpu = 41, 1536, Gpu.of(DEVICE)
+@pytest.mark.parametrize(("rows", "n", "k", "activation"), [
+    (41, 6144, 1536, Activation.GELU), (41, 4608, 1536, Activation.NONE), (32, 9216, 1024, Activation.NONE),
+    (32, 3072, 1024, Activation.NONE),
+])  # fmt: skip
+def test_few_rows_take_a_modulated_layer_norm_in(rows: int, n: int, k: int, activation: Activation) -> None:
+    """The denoise loops of GR00T and FastWAM: the shift is a constant of the step. Plain products write moments."""
+    gpu = Gpu.of(DEVICE)
     draw = torch.Generator(device=DEVICE).manual_seed(n)
     x = (torch.randn(rows, k, device=DEVICE, generator=draw) + 1).bfloat16()
     weight = (torch.randn(n, k, device=DEVICE, generator=draw) * k**-0.5).bfloat16()
@@ -172,8 +179,70 @@ def test_few_rows_take_a_modulated_layer_norm_in(n: int, activation: Activation)
     want = F.gelu(want, approximate="tanh") if activation is Activation.GELU else want
     for tile in few_rows(gpu, rows, n, k):
         out = torch.full((rows, n), float("nan"), device=DEVICE, dtype=torch.bfloat16)
-        times(x, Linear(weight), out, tile, norm, shift=shift, activation=activation)
+        moments = Moments.like(out) if activation is Activation.NONE else None
+        times(x, Linear(weight), out, tile, norm, shift=shift, activation=activation, moments=moments)
         assert (out.float() - want).norm() / want.norm() < 0.006, str(tile)
+        if moments is not None:
+            real = moments_of(out, None, 64)
+            torch.testing.assert_close(moments.squares, real.squares, atol=1e-3, rtol=1e-5)
+
+
+WIDENED = (
+    (41, 4608, 1536), (51, 6144, 1536), (51, 1536, 6144), (50, 3584, 896), (50, 896, 3584), (98, 9216, 3072),
+    (98, 3072, 14_336), (120, 3072, 3072), (33, 1024, 3072), (262, 4096, 1024), (262, 1024, 4096), (640, 3072, 1024),
+)  # fmt: skip
+"""Rows by a weight (n, k) of GR00T, Evo-1, FastWAM and X-VLA."""
+
+
+def check_widened(x: Tensor, weights: Linear, tiles: list[HopperTile]) -> None:
+    """Weights of one byte: every tile computes the product, the first ones with what surrounds it in a loop."""
+    (rows, k), n = x.shape, len(weights.weight)
+    draw = torch.Generator(device=DEVICE).manual_seed(n)
+    scale, shift = (torch.randn(size, device=DEVICE, generator=draw) / 4 for size in (k, n))
+    true, gate = weights.true_weight(torch.float32), 1.0 + shift
+    plain = x.float() @ true.T
+    norm = Norm(1e-5, moments_of(x, scale, 64), scale, (1.0 + scale) @ true.T)
+    normed = (F.layer_norm(x.float(), (k,), eps=1e-5) * (1.0 + scale)) @ true.T + shift
+    before = torch.randn(rows, n, device=DEVICE, generator=draw).bfloat16()
+    runs: list[tuple[Tensor, Norm | None, dict[str, Any]]] = [
+        (plain, None, {}),
+        (F.gelu(normed, approximate="tanh"), norm, {"shift": shift, "activation": Activation.GELU}),
+        (before.float() + gate * plain, None, {"gate": gate, "residual": True, "moments": Moments.like(before)}),
+    ]
+    for tile in tiles:
+        for want, normed_by, epilogue in runs if tile in (tiles[0], tiles[-1]) else runs[:1]:
+            whole = torch.full((rows + 16, n), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+            out = whole[8:-8].copy_(before)
+            times(x, weights, out, tile, normed_by, **epilogue)
+            error = (out.float() - want).norm() / want.norm()
+            assert error < 0.006, (error, rows, n, k, str(tile), weights.weight.dtype, list(epilogue))
+            assert whole[:8].isnan().all() and whole[-8:].isnan().all()
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), WIDENED)
+@pytest.mark.parametrize("form", [fp8.E4M3, fp8.INT8], ids=["fp8", "int8"])
+def test_weights_of_one_byte_are_widened(rows: int, n: int, k: int, form: fp8.Format) -> None:
+    gpu, draw = Gpu.of(DEVICE), torch.Generator(device=DEVICE).manual_seed(rows)
+    x = (torch.randn(rows, k, device=DEVICE, generator=draw) + 0.5).bfloat16()
+    weight = torch.randn(n, k, device=DEVICE, generator=draw) * k**-0.5
+    weights = make_linear(weight, None, torch.bfloat16, form.largest, form=form)
+    tiles = few_rows(gpu, rows, n, k, widened=True)
+    out = torch.empty(rows, n, device=DEVICE, dtype=torch.bfloat16)
+    compile_all([partial(times, x, weights, out, tile) for tile in tiles], Runtime.of(DEVICE))
+    check_widened(x, weights, tiles)
+
+
+@pytest.mark.parametrize("kind", [FP8, torch.int8])
+def test_every_number_of_one_byte_is_widened_exactly(kind: torch.dtype) -> None:
+    """Rows with a single one pick weights."""
+    x = torch.eye(64, device=DEVICE, dtype=torch.bfloat16)
+    bits = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    if kind == FP8:
+        bits = torch.where(bits & 127 == 127, bits - 1, bits)  # two of them are no numbers
+    weight = bits.view(kind).view(4, 64).repeat(16, 1)
+    out = torch.empty(64, 64, device=DEVICE, dtype=torch.bfloat16)
+    times(x, Linear(weight), out, HopperTile(1, 1, 1, 64, 3))
+    assert torch.equal(out, weight.float().T.bfloat16())
 
 
 SEARCHED = (
@@ -188,15 +257,24 @@ SEARCHED = (
     (512, 1024, 4096, Activation.NONE),
     (151, 12_288, 2048, Activation.SWIGLU),
     (151, 2048, 6144, Activation.NONE),
+    (262, 3072, 1024, Activation.NONE),
+    (262, 1024, 1024, Activation.NONE),
+    (262, 4096, 1024, Activation.GELU),
+    (262, 1024, 4096, Activation.NONE),
+    (100, 1024, 4096, Activation.NONE),
+    (392, 4096, 1024, Activation.GELU),
 )
-"""Products of SmolVLA's and GR00T's towers and language models."""
+"""Products of SmolVLA's and GR00T's towers and language models, and of X-VLA."""
 
 
 @pytest.mark.parametrize(("rows", "n", "k", "activation"), SEARCHED)
-def test_tilings_that_are_searched_for_compute_the_product(rows: int, n: int, k: int, activation: Activation) -> None:
-    for tiling in kernels.searched(Gpu.of(DEVICE), torch.bfloat16, activation, rows, n, k):
-        check(tiling, torch.bfloat16, rows, n, k, activation, False)
-        check_norms_inside(tiling, torch.bfloat16, rows, n, k, activation)
+@pytest.mark.parametrize("kind", [torch.bfloat16, FP8])
+def test_tilings_that_are_searched_for_compute_the_product(
+    rows: int, n: int, k: int, activation: Activation, kind: torch.dtype
+) -> None:
+    for tiling in kernels.searched(Gpu.of(DEVICE), kind, activation, rows, n, k):
+        check(tiling, kind, rows, n, k, activation, kind == FP8 and activation != Activation.NONE)
+        check_norms_inside(tiling, kind, rows, n, k, activation)
 
 
 @pytest.mark.parametrize(("rows", "n", "k", "activation"), [

@@ -24,7 +24,7 @@ from vla_accel.errors import ConfigError, DependencyError, EngineError
 from vla_accel.kernels import reference
 from vla_accel.kernels.attention import choice, ops
 from vla_accel.kernels.attention.choice import Choice, OwnKernel, choose, own_kernel, random_tensors
-from vla_accel.kernels.attention.config import AttentionShape, FlashTile, flash_tiles
+from vla_accel.kernels.attention.config import AttentionShape, FlashTile, causal_tiles, flash_tiles
 from vla_accel.kernels.attention.ops import attend
 from vla_accel.kernels.autotune import Fastest
 from vla_accel.kernels.gpu import Gpu
@@ -278,3 +278,13 @@ def test_configurations_name_the_attention() -> None:
         load_config({"vision": {"engine": "eager", "attention": "sdpa"}})
     with pytest.raises(ConfigError, match=r"vision\.attention: expected one of auto, own, sdpa, flash_attn, fastest"):
         load_config({"vision": {"engine": "native", "attention": "flash"}})
+
+
+def test_causal_attention_has_more_tiles_on_hopper() -> None:
+    default, few = FlashTile(64, 64, 4, 2), FlashTile(16, 64, 4, 2)
+    found = causal_tiles(H200, 490, 128)
+    assert found[0] == default and len({str(tile) for tile in found}) == len(found) > 3
+    for gpu in (None, RTX_4090):
+        assert causal_tiles(gpu, 490, 128) == [default]
+    assert causal_tiles(H200, 20, 128) == [few] and causal_tiles(H200, 490, 256) == [default]
+    assert choice.fastest_causal_tile(SHAPE, None, ON_CPU) is None

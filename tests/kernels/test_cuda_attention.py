@@ -39,7 +39,8 @@ def takes(*arguments: Any) -> str:
     [
         (TOWER, "whole"), (replace(TOWER, batch=3, quantised=True, dtype=torch.float16), "whole"),
         (replace(TOWER, head_dim=64), "whole"), (replace(TOWER, tokens=40, source=40), "whole"),
-        (replace(TOWER, tokens=257, source=257), ""), (replace(TOWER, head_dim=56), ""),
+        (replace(TOWER, tokens=320, source=320), "whole"), (replace(TOWER, tokens=321, source=321), ""),
+        (replace(TOWER, head_dim=56), ""),
         (replace(TOWER, head_dim=88), ""), (replace(TOWER, head_dim=76), ""), (replace(TOWER, padded=True), ""),
         (replace(TOWER, dtype=torch.float32), ""), (PREFIX, "shared_keys"),
         (replace(PREFIX, tokens=800, source=800, batch=4, quantised=True), "shared_keys"),
@@ -110,7 +111,7 @@ def launched(
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize(("tokens", "tiles"), [(256, 4), (200, 4), (65, 2), (64, 1)])
+@pytest.mark.parametrize(("tokens", "tiles"), [(262, 5), (256, 4), (200, 4), (65, 2), (64, 1)])
 def test_a_tower_s_launch(tokens: int, tiles: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = replace(TOWER, tokens=tokens, source=tokens, quantised=early)
     (name, blocks, threads, (boxes, call), cluster, dependent), maps, tensors, module = launched(
@@ -128,7 +129,8 @@ def test_a_tower_s_launch(tokens: int, tiles: int, early: bool, monkeypatch: pyt
     )
     assert bytes(boxes) == b"\1" * 128 + b"\2" * 128 + b"\3" * 128
     strides = (tokens * 48 * 72, 48 * 72, 72, 1)
-    keys = -(-tokens // 64) * 64
+    # Each box brings half of the keys: it has at most 256 rows.
+    keys = -(-tokens // 64) * 32
     boxed = [(1, 64, 1, 64), (1, keys, 1, 64), (1, keys, 1, 64)]
     assert maps == [
         (x.data_ptr(), torch.bfloat16, (2, tokens, 16, 72), strides, box)
@@ -188,6 +190,9 @@ SOURCES = {
     "tower fp8": ("whole", torch.bfloat16, True, {"D": 72, "S": 256}),
     "tower fp16": ("whole", torch.float16, False, {"D": 72, "S": 256}),
     "64": ("whole", torch.bfloat16, False, {"D": 64, "S": 16}),
+    "320 keys": ("whole", torch.bfloat16, False, {"D": 64, "S": 262}),
+    "320 keys fp8": ("whole", torch.bfloat16, True, {"D": 64, "S": 320}),
+    "320 keys of 72": ("whole", torch.bfloat16, False, {"D": 72, "S": 320}),
     "80": ("whole", torch.bfloat16, True, {"D": 80, "S": 200}),
     "prefix": ("shared_keys", torch.bfloat16, False, {"D": 256, "GROUP": 8, "KV": 1}),
     "prefix fp8": ("shared_keys", torch.bfloat16, True, {"D": 256, "GROUP": 4, "KV": 2}),
@@ -199,7 +204,7 @@ def test_a_kernel_compiles_and_fits(name: str, nvrtc_library: ctypes.CDLL, monke
     kernel, dtype, quantised, sizes = SOURCES[name]
     source, shared = hopper.plan(kernel, dtype, quantised, **sizes)
     assert shared <= SHARED_LIMIT
-    if kernel == "whole" and sizes["D"] <= 72:
+    if kernel == "whole" and (sizes["D"] == 64 or (sizes["D"] == 72 and sizes["S"] <= 256)):
         # Three views are more blocks than multiprocessors: two must fit one.
         assert 2 * (shared + 1024) <= MULTIPROCESSOR
     monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from tests.support.cuda_emulator import EmulatedDriver, EmulatedModule
 from tests.support.gpus import H200, MIG_SLICE
 from tests.support.kernel_cases import moments_of
+from vla_accel import fp8
 from vla_accel.fp8 import E4M3
 from vla_accel.kernels import nvrtc
 from vla_accel.kernels.activation import Activation
@@ -31,6 +32,7 @@ from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.rows.rows import rope_tables
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, E4M3.dtype
+INT8 = fp8.INT8.dtype
 _BEFORE = """
 extern "C" __global__ void before(u16* tensor, int count) {
   volatile u16* out = tensor;  // A compiler would leave out what changes nothing.
@@ -104,7 +106,7 @@ QUICK = (1, 6, 7, 10)
 SOME = [t if i in QUICK else pytest.param(t, marks=pytest.mark.slow) for i, t in enumerate(TILES)]
 FEWER = replace(MIG_SLICE, multiprocessors=6)
 """A GPU with fewer multiprocessors than there are tiles."""
-EPS, HEAD, SEQUENCES = 1e-3, 128, {33: 3, 40: 2, 80: 2, 160: 4}
+EPS, HEAD, SEQUENCES = 1e-3, 128, {32: 2, 33: 3, 40: 2, 80: 2, 160: 4}
 Multiply = Callable[..., None]
 
 
@@ -139,6 +141,39 @@ def scaled(kind: torch.dtype, *shape: int, bias: bool = False) -> Linear:
     return Linear(drawn(*shape, seed=1).to(FP8), added, one, one, 0.05)
 
 
+def stored(kind: torch.dtype, *shape: int, bias: bool = False) -> Linear:
+    """Weights of one byte for rows in BF16: in E4M3 every number that it has, in INT8 with a scale for each row."""
+    added = drawn(shape[0], seed=2).bfloat16() if bias else None
+    if kind == INT8:
+        weight = torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(1)).to(INT8)
+        scales = drawn(shape[0], seed=4).abs() * 4e-4 + 2e-4  # unlike each other
+        return Linear(weight, added, scales, torch.ones(()))
+    bits = torch.randint(0, 254, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    weight = (bits + (bits >= 127).to(torch.uint8)).view(FP8)  # Two of the 256 are no numbers.
+    return Linear(weight, added, torch.tensor(4e-4), torch.ones(()), 4e-4)
+
+
+WIDENED = (
+    HopperTile(1, 1, 1, 56, 4), HopperTile(2, 1, 1, 40, 3, split=2), HopperTile(1, 2, 2, 24, 3),
+    HopperTile(1, 1, 1, 40, 3, 2, 2), HopperTile(1, 1, 1, 48, 5, split=3, resident=2),
+    HopperTile(2, 1, 1, 32, 3, persistent=True),
+)  # fmt: skip
+"""Plain, K shared, several blocks and parts, both operands shared, two resident, persistent."""
+
+
+@pytest.mark.parametrize("tile", WIDENED)
+@pytest.mark.parametrize("kind", [FP8, INT8])
+def test_weights_of_one_byte_are_widened(tile: HopperTile, kind: torch.dtype, multiply: Multiply) -> None:
+    rows, n, k = 101, 176, 64 * 3 * (tile.stages + 1) - 48
+    x, weights = drawn(rows, k).bfloat16(), stored(kind, n, k, bias=True)
+    (out, whole), want = buffer(rows, n, BF16), torch.empty(rows, n)
+    gemm(x, weights, want)
+    for gpu in (H200, FEWER):
+        multiply(x, weights, out, tile, gpu=gpu)
+        is_close(out, want, BF16)
+        assert whole[0].isnan().all() and whole[-1].isnan().all()
+
+
 @pytest.mark.parametrize("tile", SOME)
 @pytest.mark.parametrize("kind", [BF16, pytest.param(FP16, marks=pytest.mark.slow), FP8])
 def test_tiles_compute_the_product(tile: HopperTile, kind: torch.dtype, multiply: Multiply) -> None:
@@ -153,10 +188,23 @@ def test_tiles_compute_the_product(tile: HopperTile, kind: torch.dtype, multiply
         assert whole[0].isnan().all() and whole[-1].isnan().all()
 
 
+@pytest.mark.parametrize("tile", [TILES[0], TILES[7]])
+def test_rows_may_lie_apart(tile: HopperTile, multiply: Multiply) -> None:
+    x, weights = drawn(75, 2 * 256).to(BF16)[:, :256], scaled(BF16, 192, 256, bias=True)
+    out, _ = buffer(75, 192, BF16)
+    want = torch.empty(75, 192)
+    gemm(x.float(), wide(weights), want)
+    multiply(x, weights, out, tile)
+    is_close(out, want, BF16)
+
+
 @pytest.mark.parametrize(
     "activation",
-    [Activation.GELU, Activation.GELU_ERF, Activation.QUICK_GELU, Activation.GEGLU, Activation.SWIGLU],
-)
+    [
+        Activation.GELU, Activation.GELU_ERF, Activation.QUICK_GELU, Activation.RELU, Activation.GEGLU,
+        Activation.SWIGLU,
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("kind", "quantize"), [(BF16, None), pytest.param(FP8, 40.0, marks=pytest.mark.slow)])
 def test_activations(activation: Activation, kind: torch.dtype, quantize: float | None, multiply: Multiply) -> None:
     rows, n, k = 75, 192, 256
@@ -217,6 +265,23 @@ def test_a_gated_residual_and_its_moments(rows: int, tile: HopperTile, multiply:
             assert moments.scaled is None or (real.scaled is not None and torch.equal(moments.scaled, real.scaled))
 
 
+@pytest.mark.parametrize("tile", [TILES[1], TILES[7], TILES[10]])
+def test_a_later_products_weights_are_fetched_ahead(tile: HopperTile, multiply: Multiply) -> None:
+    """No byte beyond them, and with a norm by a warp that also loads the norms."""
+    rows, n, k = 101, 192, 192
+    x, weights, out = drawn(rows, k).bfloat16(), scaled(BF16, n, k, bias=True), buffer(rows, n, BF16)[0]
+    want = torch.empty(rows, n)
+    gemm(x.float(), wide(weights), want)
+    ahead = drawn(3, 4744).bfloat16()
+    multiply(x, weights, out, tile, Epilogue(ahead=ahead))
+    is_close(out, want, BF16)
+    if not tile.persistent:
+        normed = F.rms_norm(x.float(), (k,), eps=1e-6)
+        gemm(normed, wide(weights), want)
+        multiply(x, weights, out, tile, Epilogue(ahead=ahead), Norm(1e-6, moments_of(x, None, 64)))
+        is_close(out, want, BF16)
+
+
 @pytest.mark.parametrize("tile", SOME[:10])
 @pytest.mark.parametrize("norm", [pytest.param("rms", marks=pytest.mark.slow), "layer", "gated"])
 def test_norms_of_the_rows(tile: HopperTile, norm: str, multiply: Multiply) -> None:
@@ -228,6 +293,66 @@ def test_norms_of_the_rows(tile: HopperTile, norm: str, multiply: Multiply) -> N
     normed, want = (F.layer_norm if norm == "layer" else F.rms_norm)(x.float(), (k,), eps=1e-6), torch.empty(out.shape)
     gemm(normed, wide(weights), want, Epilogue(activation=activation), workspace=(torch.empty(rows, n),))
     is_close(out, want, BF16)
+
+
+@pytest.mark.parametrize("tile", WIDENED[:2])
+@pytest.mark.parametrize("kind", [FP8, INT8])
+def test_widened_weights_and_a_gated_residual(tile: HopperTile, kind: torch.dtype, multiply: Multiply) -> None:
+    rows, n, k = 51, 256, 464
+    x, weights, scale = drawn(rows, k).bfloat16(), stored(kind, n, k, bias=True), drawn(n, seed=3) / 4
+    out, whole = buffer(rows, n, BF16)
+    want = out.copy_(drawn(rows, n, seed=5)).float()
+    moments = Moments.like(out, 64, True)
+    epilogue = Epilogue(gate=drawn(n, seed=6), residual=True, moments=moments, next_scale=scale)
+    gemm(x, weights, want, replace(epilogue, moments=None))
+    multiply(x, weights, out, tile, epilogue)
+    is_close(out, want, BF16)
+    assert whole[0].isnan().all() and whole[-1].isnan().all()
+    torch.testing.assert_close(moments.squares, moments_of(out, scale, 64).squares, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tile", WIDENED[:2])
+@pytest.mark.parametrize("kind", [FP8, INT8])
+def test_widened_weights_behind_a_modulated_layer_norm(tile: HopperTile, kind: torch.dtype, multiply: Multiply) -> None:
+    rows, n, k = 51, 256, 464
+    x, scale, weights = (drawn(rows, k) + 1).bfloat16(), drawn(k, seed=1) / 4, stored(kind, n, k)
+    norm = Norm(EPS, moments_of(x, scale, 64), scale, (1.0 + scale) @ weights.true_weight(torch.float32).T)
+    epilogue = Epilogue(drawn(n, seed=3), Activation.GELU)
+    (out, whole), want = buffer(rows, n, BF16), torch.empty(rows, n)
+    gemm(x, weights, want, epilogue, norm)
+    multiply(x, weights, out, tile, epilogue, norm)
+    is_close(out, want, BF16)
+    assert whole[0].isnan().all() and whole[-1].isnan().all()
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_widened_gate_and_up_of_normed_rows(paired: bool, multiply: Multiply) -> None:
+    """With a scale for each weight row, which lie in halves or in turns."""
+    rows, half, k = 51, 192, 464
+    x, norm = modulated(rows, k, BF16)
+    weights = replace(stored(INT8, 2 * half, k), paired=paired)
+    epilogue = Epilogue(None if paired else drawn(2 * half, seed=3), Activation.SWIGLU)
+    (out, whole), want = buffer(rows, half, BF16), torch.empty(rows, half)
+    gemm(x, weights, want, epilogue, norm)
+    multiply(x, weights, out, WIDENED[1], epilogue, norm)
+    is_close(out, want, BF16)
+    assert whole[0].isnan().all() and whole[-1].isnan().all()
+
+
+def test_widened_and_rotated_heads_of_normed_rows(multiply: Multiply) -> None:
+    batch, tokens, k, heads, kv_heads = 3, 17, 464, 3, 2
+    x, norm = modulated(batch * tokens, k, BF16)
+    cos, sin = rope_tables(90 + tokens, HEAD, torch.device("cpu"))
+    weights = stored(INT8, (heads + 2 * kv_heads) * HEAD, k)
+    rope = Rotation(cos, sin, torch.tensor([90, 5, 31], dtype=torch.int32))
+    out, want = (
+        Heads(*(torch.empty(batch, tokens, count, HEAD, dtype=kind) for count in (heads, kv_heads, kv_heads)))
+        for kind in (BF16, torch.float32)
+    )
+    gemm(x, weights, want, Epilogue(rope=rope), norm)
+    multiply(x, weights, out, WIDENED[0], Epilogue(rope=rope), norm)
+    for name in "qkv":
+        is_close(getattr(out, name), getattr(want, name), BF16)
 
 
 def modulated(rows: int, k: int, kind: torch.dtype) -> tuple[Tensor, Norm]:
@@ -249,6 +374,26 @@ def test_a_modulated_layer_norm_before_an_activation(rows: int, tile: HopperTile
     multiply(x, weights, out, tile, epilogue, norm)
     is_close(out, want, BF16)
     assert whole[0].isnan().all() and whole[-1].isnan().all()
+
+
+@pytest.mark.parametrize(("rows", "tile"), few(9216, 1024))
+def test_moments_of_a_normed_product(rows: int, tile: HopperTile, multiply: Multiply) -> None:
+    """FastWAM's queries and keys: their own norm is over all heads, which no block has."""
+    n, k = 3 * tile.weight_rows - 32, width_for(tile)
+    x, scale = (drawn(rows, k) + 1).bfloat16(), drawn(k, seed=1) / 4
+    weights = Linear((drawn(n, k, seed=2) * k**-0.5).bfloat16())
+    norm = Norm(EPS, moments_of(x, scale, 64), scale, (1.0 + scale) @ weights.weight.float().T)
+    epilogue, want = Epilogue(drawn(n, seed=3)), torch.empty(rows, n)
+    gemm(x, weights, want, epilogue, norm)
+    out, _ = buffer(rows, n, BF16)
+    moments = Moments.like(out, 64)
+    for part in (moments.sums, moments.squares):
+        part.fill_(float("nan"))
+    multiply(x, weights, out, tile, replace(epilogue, moments=moments), norm)
+    is_close(out, want, BF16)
+    real = moments_of(out, None, 64)
+    torch.testing.assert_close(moments.sums, real.sums, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(moments.squares, real.squares, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("rows", "tile"), few(8192, 1024, 8192))

@@ -15,7 +15,7 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.hopper import HopperTile, launch
 
-HALF, WIDTH, ROWS = 16, 80, 32
+BF16, HALF, WIDTH, ROWS = torch.bfloat16, 16, 80, 32
 CALLS = {
     "two": "tma_load_2d(to, map, x, y, barrier, 0, 0)",
     "five": "tma_load_5d(to, map, x, y, z, barrier, 0)",
@@ -55,13 +55,26 @@ def matrix(rows: int) -> Tensor:
 
 def copied(module: EmulatedModule, name: str, of: Tensor, x: int, y: int, z: int = 0) -> Tensor:
     """A box of 32 rows by 64 columns, as it lies behind the swizzle."""
-    box = launch.paired_map(of, HALF, ROWS) if name == "five" else launch.rows_map(of, ROWS)
+    box = launch.paired_map(of, HALF, ROWS, 64) if name == "five" else launch.rows_map(of, ROWS, 64)
     out = torch.zeros(ROWS, 8, 8, dtype=torch.bfloat16)
     module.allow(of, out)
     places = (ctypes.c_int(place) for place in (x, y, z))
     module.launch(name, 1, 32, (box, *places, ctypes.c_void_p(out.data_ptr())))
     pieces = torch.arange(8) ^ torch.arange(ROWS)[:, None] % 8
     return out.gather(1, pieces[..., None].expand(-1, -1, 8)).flatten(1)
+
+
+def test_a_box_with_rows_of_64_bytes(module: EmulatedModule) -> None:
+    """Two rows are 128 bytes: the four pieces of both change places alike."""
+    of, out = torch.arange(40 * 48, dtype=torch.int16).view(torch.int8).view(40, 96), torch.zeros(2048, dtype=BF16)
+    module.allow(of, out)
+    box = launch.rows_map(of, 64, 64)
+    module.launch("two", 1, 32, (box, *(ctypes.c_int(n) for n in (64, 8, 0)), ctypes.c_void_p(out.data_ptr())))
+    pieces = torch.arange(4) ^ torch.arange(64)[:, None] // 2 % 4
+    got = out.view(torch.int8).view(64, 4, 16).gather(1, pieces[..., None].expand(-1, -1, 16)).flatten(1)
+    expected = torch.zeros(64, 64, dtype=torch.int8)
+    expected[:32, :32] = of[8:, 64:]
+    assert torch.equal(got, expected)
 
 
 def want(of: Tensor, rows: Tensor, x: int) -> Tensor:
@@ -107,9 +120,9 @@ def test_what_a_copy_must_not_do(module: EmulatedModule) -> None:
     module.allow(torch.zeros(8))
     arguments = (*(ctypes.c_int(0) for _ in range(3)), ctypes.c_void_p(0))
     with pytest.raises(EmulationError, match="tma_load_5d: expected a map of 5 dimensions, got one of 2"):
-        module.launch("five", 1, 32, (launch.rows_map(of, ROWS), *arguments))
+        module.launch("five", 1, 32, (launch.rows_map(of, ROWS, 64), *arguments))
     with pytest.raises(EmulationError, match="tma_load_5d reads 128 bytes outside of every tensor"):
-        module.launch("five", 1, 32, (launch.paired_map(of, HALF, ROWS), *arguments))
+        module.launch("five", 1, 32, (launch.paired_map(of, HALF, ROWS, 64), *arguments))
 
 
 def test_what_the_driver_refuses(module: EmulatedModule) -> None:
@@ -121,4 +134,4 @@ def test_what_the_driver_refuses(module: EmulatedModule) -> None:
         (of[:0], 32, r"the tensor is empty: \[80, 0\]"),
     ):
         with pytest.raises(EmulationError, match=what):
-            launch.rows_map(wrong, box)
+            launch.rows_map(wrong, box, 64)

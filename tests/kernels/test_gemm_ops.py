@@ -296,6 +296,22 @@ def test_a_norm_without_a_kernel_is_an_error(on_h200: list[Any]) -> None:
         gemm(x, make_linear(torch.zeros(64, 64), None, BF16), out, Epilogue(residual=True, moments=Moments.like(out)))
 
 
+def test_measured_calls_read_other_weights_in_turns(on_h200: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program's layers do not find their weights in the cache."""
+    weights = make_linear(draw(64, 32), draw(64), BF16)
+    monkeypatch.setattr(choice, "_CACHED", 3 * weights.bytes)
+    call = trial(weights, NONE, 6, H200)
+    for _ in range(6):
+        call(TILES[0])
+    read = [launch["weights"] for launch in on_h200]
+    assert read[0] is weights and [one.weight.data_ptr() for one in read[:3]] == [w.weight.data_ptr() for w in read[3:]]
+    assert len({one.weight.data_ptr() for one in read}) == 3 and all(
+        torch.equal(w.weight, weights.weight) for w in read
+    )
+    monkeypatch.setattr(choice, "_CACHED", 1)
+    assert len({id(layer) for layer in itertools.islice(choice.in_turns(weights), 4)}) == 1
+
+
 @pytest.mark.parametrize("activation", [NONE, GELU, GEGLU, SWIGLU])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_the_product_is_measured_with_its_activation(
@@ -345,7 +361,7 @@ def test_the_ledger_says_why_cublas_runs_a_product(
             ("the rows of gate and up do not alternate by eights", "d"),
         ):
             assert any(reason in part and part.endswith(f": {names}") for part in said.split("; ")), (reason, said)
-        assert "from 129 to 32768 rows, got 8" in products_by(8, products)[0]
+        assert "from 33 to 32768 rows, got 8" in products_by(8, products)[0]
     monkeypatch.setattr(Gpu, "of", lambda _: RTX_4090)
     with steered("cuda", META):
         said = products_by(600, products)[0]

@@ -55,7 +55,12 @@ BY_MODEL = {
     "demo": ROWS | FEW | {"_suffix_attention"},
     "demo x 8": ROWS | MANY | {"_suffix_attention"},
 }
-PRODUCTS = {"_attention", "_cross_attention", "_suffix_attention"} | INT8 | FEW | MANY - {"_measure"}
+PRODUCTS = (
+    {"_attention", "_cross_attention", "_suffix_attention", "_window_attention", "_channel_attention"}
+    | INT8
+    | FEW
+    | MANY - {"_measure"}
+)
 # All but the first of each program's chain.
 CHAINED = set().union(*BY_MODEL.values()) - {"_patchify", "_embed_norm"} - FITTING
 SPILLED = 256
@@ -287,6 +292,23 @@ RMS, LAYER = Norm(1e-6), Norm(1e-6, sums=torch.zeros(1))
 def test_tiles_compile(tile: HopperTile, compile_and_check: Callable[..., None]) -> None:
     for kind, narrow, activation in ((BF16, False, NONE), (FP8, True, GEGLU), (torch.float16, True, GELU)):
         compile_and_check(kind, tile, Epilogue(activation=activation), fp8_out=narrow)
+
+
+@pytest.mark.parametrize("rows", [41, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (50, 98, 262))])
+def test_tiles_for_weights_of_one_byte_compile(rows: int, compile_and_check: Callable[..., None]) -> None:
+    """The first choice for each product of a loop, with one and with two resident blocks: a residual, modulated norms,
+    gate and up, rotated heads."""
+    epilogues: list[tuple[int, int, int, Epilogue, list[Norm]]] = [
+        (1536, 6144, 0, Epilogue(gate=torch.zeros(1), residual=True, next_scale=torch.zeros(1)), []),
+        (6144, 1536, 0, Epilogue(torch.zeros(1), GELU), [LAYER]),
+        (8192, 1024, 8192, Epilogue(torch.zeros(1), SWIGLU), [RMS]),
+        (2560, 1024, 256, Epilogue(rope=Rotation(*[torch.zeros(1)] * 3)), [RMS]),
+    ]
+    for (n, k, paired, epilogue, norm), weight in itertools.product(epilogues, (FP8, torch.int8)):
+        found = few_rows(H200, rows, n, k, paired, widened=True)
+        for resident in (1, 2):
+            tile = next(tile for tile in found if tile.resident == resident)
+            compile_and_check(BF16, tile, epilogue, *norm, half=paired // 2, weight=weight)
 
 
 @pytest.mark.slow

@@ -129,8 +129,8 @@ def test_the_result_does_not_depend_on_the_gpu(blocks: int, shared: int, emulate
 MISTAKES = {
     "a stage is not awaited": ("mbarrier_wait(full(at), parity ^ wraps);", "", "with no barrier between"),
     "a stage is overwritten": ("mbarrier_wait(empty(slot), parity ^ 1);", "", "with no barrier between|all of 32"),
-    "sums are read early": ("  consumers_sync();\n  const int tile", "  const int tile", "with no barrier between"),
-    "the input is read early": ("  consumers_sync();\n}\n\n// -- products", "}\n\n// -- products",
+    "sums are read early": ("  makers_sync();\n  const int tile", "  const int tile", "with no barrier between"),
+    "the input is read early": ("  makers_sync();\n}\n\n// -- products", "}\n\n// -- products",
                                 "with no barrier between"),
     "a value is not awaited": ("if (!(wrong & 1)) break;", "break;", ""),
     "a stamp is never right": ("| stamp()", "", "wait for ever"),
@@ -138,10 +138,12 @@ MISTAKES = {
     "steps share a half": ("map + index % 2 * size", "map", ""),
     "another row": ("row = output * q.stride - q.pad", "row = output * q.stride - q.pad - 1", ""),
     "the second tile's weights": ("at + tile * UNIT_BYTES", "at", ""),
-    "the next group's variance": ("rsqrtf(warp_sum(squares)", "rsqrtf(warp_sum(sum)", ""),
+    "the next group's variance": ("rsqrtf(team_sum(squares, 1)", "rsqrtf(team_sum(sum, 1)", ""),
+    "a team does not wait for its sums": ("  bar_sync<TEAM>(2 + team);\n", "", "with no barrier between"),
     "no residual": ("floats_of(added[r][c]))", "zero)", ""),
     "the condition of another step": ("(u64)step.index * c.films", "(u64)0 * c.films", ""),
     "the noise of another step": ("c.noise + (step + 1)", "c.noise + step", ""),
+    "a block leaves out what it stores": (" && !p.front.kept", "", "wait for ever"),
     "a kept map is not stored": ("int turn = kept ?", "int turn = false ?", "wait for ever"),
 }  # fmt: skip
 

@@ -15,15 +15,22 @@ from tests.support.tiny import tiny_observation, write_tiny_checkpoint
 from vla_accel import cli
 from vla_accel.config import EngineSpec, PolicyConfig
 from vla_accel.families.bench import bench_card
+from vla_accel.families.family import family_named
+from vla_accel.families.fastwam.network import fastwam
+from vla_accel.families.molmoact2.network import MolmoExpertConfig, MolmoTextConfig, molmoact2
 from vla_accel.families.pi0.family import PI05
 from vla_accel.families.pi0.network import Pi0Config, pi05
+from vla_accel.families.xvla.network import xvla
+from vla_accel.images.autoencoder import WanEncoderConfig
 from vla_accel.ledger import Ledger
 from vla_accel.measure.parity import FLIP_RATE, LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import save_observations
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.gemma import GemmaConfig
+from vla_accel.nn.molmo_vision import MolmoVisionConfig
 from vla_accel.nn.siglip import SiglipConfig
+from vla_accel.nn.wan import WanConfig
 from vla_accel.policy import OptimizedPolicy
 
 
@@ -194,6 +201,34 @@ def test_a_policy_that_does_not_look_fails() -> None:
 @pytest.mark.slow
 def test_a_policy_that_does_not_look_fails_at_the_published_depth_and_length() -> None:
     check_that_parity_bites(judged(narrow(depth=18, patch=14), steps=3))
+
+
+def narrower(name: str) -> Any:
+    """A family's published structure at a small width."""
+    if name == "fastwam":
+        sizes: dict[str, Any] = {"heads": 2, "head_dim": 32, "depth": 8, "text_dim": 64}
+        video, action = WanConfig(width=96, mlp_dim=192, **sizes), WanConfig(width=64, mlp_dim=128, **sizes)
+        return fastwam(vae=WanEncoderConfig(base=16), video=video, action=action, image_size=(128, 256))
+    if name == "molmoact2":
+        tower: dict[str, Any] = {"width": 64, "depth": 4, "mlp_dim": 128, "heads": 2, "image_size": 126}
+        vision = MolmoVisionConfig(**tower, levels=(3, 1), pool_width=64, pool_heads=2, hidden=256)
+        prefix, expert = MolmoTextConfig(96, 8, 192, 4, 2, 32), MolmoExpertConfig(64, 128, 2, 8)
+        return molmoact2(vision=vision, prefix=prefix, expert=expert)
+    return xvla(width=128, depth=24, heads=4, mlp_dim=256)
+
+
+@pytest.mark.parametrize("name", ["fastwam", "molmoact2", pytest.param("xvla", marks=pytest.mark.slow)])
+def test_random_weights_look_at_the_observation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In BF16 they lose less than what another observation changes, so that agreement says something."""
+    family = family_named(name)
+    monkeypatch.setattr(bench_card(family), "published", lambda horizon=None: narrower(name))
+    settings = PolicyConfig(num_steps=2, precision="bf16", device="cpu")
+    settings = settings.with_specs({part: EngineSpec("eager") for part in family.parts})
+    policy, reference = random_policy(family, settings, with_reference=True, device="cpu")
+    assert reference is not None
+    found = compare(policy, reference, random_observations(policy, 2), name=name)
+    assert found.sensitivity is not None and found.sensitivity > 0.15
+    assert found.relative_error is not None and found.relative_error < LIMITS["bf16"].relative, found.sensitivity
 
 
 def test_a_blind_reference_judges_nothing() -> None:

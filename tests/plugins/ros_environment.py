@@ -95,9 +95,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make an environment with ROS 2 and this project's ROS packages.")
     parser.add_argument("folder", type=lambda text: Path(text).resolve())
     parser.add_argument("--distro", choices=("jazzy", "kilted"), default="jazzy")
-    parser.add_argument("command", nargs="*", help="a command to run in it, after --; an environment is kept")
-    options = parser.parse_args()
+    parser.epilog = "After --: a command to run in it. An environment is kept."
+    # Some releases of argparse refuse words after -- that follow an option.
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     if not (options.folder / "install/setup.sh").exists():
         make(options.folder, options.distro)
-    if options.command:
-        sys.exit(subprocess.run(options.command, env=environment(options.folder), check=False).returncode)
+    if command:
+        sys.exit(subprocess.run(command, env=environment(options.folder), check=False).returncode)

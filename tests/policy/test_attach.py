@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -191,6 +192,21 @@ def test_a_setting_that_is_not_read_is_refused(make: Callable[[PolicyConfig], An
     name += f".{next(iter(settings[name]))}" if name == "checkpoint" else ""
     with pytest.raises(ConfigError, match=rf"^{name}: .*an attached \w+"):
         make(load_config(settings))
+
+
+@pytest.mark.parametrize("named", ["meta:1", "meta", "cpu"])
+def test_the_engines_run_on_the_policys_device_alone(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another device than the configuration's a policy stays as it is, also if it moves there after `attach`."""
+    monkeypatch.setattr(sys.modules["vla_accel.attachment.attach"], "resolve_device", torch.device)
+    policy = Policy()
+    attached = vla_accel.attach(policy, {"device": named})
+    assert attached.active == (named == "cpu")
+    if not attached.active:
+        assert attached.reason == f"device: expected auto or the policy's cpu, got {named}"
+        return
+    monkeypatch.setattr(sys.modules["vla_accel.attachment.attach"], "resolve_device", lambda name: torch.device("meta"))
+    answer(policy)
+    assert not attached.active and policy.calls == 1, "the policy answered itself"
 
 
 def test_warm_start_needs_real_time_chunking() -> None:

@@ -4,6 +4,7 @@ The engines themselves replace CUDA graphs here."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from vla_accel import OptimizedPolicy
 from vla_accel.errors import ObservationError
 from vla_accel.kernels.image import resize
 from vla_accel.pictures import Cameras, PixelValues
-from vla_accel.policy import optimized
+from vla_accel.policy import optimized, staging
 from vla_accel.policy import pipeline as pipelines
 from vla_accel.policy.pipeline import MOST_CAMERAS, Pipeline
 from vla_accel.transforms.processing import Processor
@@ -35,10 +36,12 @@ class Graphs:
 
     def start(self) -> None:
         self.log.append("vision")
-        self.pipeline._upload_images()
+        prepare = self.pipeline._resize_images if self.pipeline._pieces else self.pipeline._upload_images
+        prepare()
         self.pipeline.engines[0][1].run()
 
-    def replay(self) -> None:
+    def replay(self, *, changed: bool) -> None:
+        assert changed
         self.log.append("rest")
         self.pipeline._upload_rest()
         for _, engine in self.pipeline.engines[1:]:
@@ -109,6 +112,33 @@ def test_vision_starts_before_prompts_are_tokenized(
         log.clear()
         np.testing.assert_array_equal(answer(policy, given), want)
         assert log == EARLY
+
+
+@pytest.mark.parametrize("sizes", [((28, 28), (28, 28)), ((40, 60), (28, 200))])
+def test_large_images_are_uploaded_one_by_one(
+    sizes: Any, policy: OptimizedPolicy, plain: OptimizedPolicy, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each when it has been copied, of the model's size and of others; then vision runs."""
+    answer(policy, with_sizes(*sizes))
+    policy.pipelines.newest._find_pieces()
+    sent = staging.upload
+    monkeypatch.setattr(staging, "upload", lambda *piece: (log.append(f"{piece[0].nbytes} bytes"), sent(*piece)))
+    for seed in range(2):
+        given = with_sizes(*sizes, seed=seed)
+        want = answer(plain, given)
+        log.clear()
+        np.testing.assert_array_equal(answer(policy, given), want)
+        assert log == [*(f"{height * width * 3} bytes" for height, width in sizes), *EARLY]
+
+
+def test_the_launch_is_counted_before_a_graph_starts(policy: OptimizedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may be interrupted between both, while the GPU runs vision: `transfer` would be negative."""
+    pipeline, began = policy.pipelines.newest, []
+    graphs: Any = pipeline.captured
+    start = graphs.start
+    monkeypatch.setattr(graphs, "start", lambda: (began.append(time.perf_counter()), start()))
+    answer(policy, tiny_observation(0))
+    assert began and pipeline.launched <= began[-1]
 
 
 def test_images_are_read_once_a_call(policy: OptimizedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:

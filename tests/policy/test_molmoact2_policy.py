@@ -21,6 +21,7 @@ from vla_accel.families.molmoact2.network import molmoact2
 from vla_accel.families.molmoact2.transforms import cleaned
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
+from vla_accel.nn.quantised import calibrated_products
 from vla_accel.transforms.robots import LIBERO as LIBERO_ROBOT
 
 PARTS = ("vision", "kv_cache", "denoise")
@@ -101,6 +102,25 @@ def test_low_precision_weights_are_near(folder: Path) -> None:
         )
         low = OptimizedPolicy.from_pretrained(folder, config)
         assert compare(low, exact, given()[:2], name=precision).actions.cosine > 0.99
+
+
+def test_calibrated_vision_and_prompt_are_near(folder: Path) -> None:
+    """Scales are of every product, in the order of the blocks, also where features of several blocks are joined."""
+    pytest.importorskip("modelopt", reason="NOT RUN: needs pip install 'vla_accel[onnx]'")
+    exact = policy_of(folder)
+    config = PolicyConfig(device="cpu", precision="bf16", strict=True).with_specs({
+        "vision": EngineSpec("native", precision="fp8"), "kv_cache": EngineSpec("native", precision="fp8"),
+        "denoise": EngineSpec("native"),
+    })  # fmt: skip
+    low, _ = random_policy("molmoact2", config, model=policy_of(folder, precision="bf16").model)
+    assert low.checkpoint.scales is not None
+    assert list(low.checkpoint.scales.amax) == calibrated_products(exact.model.config)
+    seen = [bench_card(low.family).random_observation(low.processor, np.random.default_rng(i)) for i in range(2)]
+    plain, _ = random_policy("molmoact2", PolicyConfig(device="cpu"), model=exact.model)
+    assert compare(low, plain, seen, name="fp8").actions.cosine > 0.99
+    details = {e["component"]: str(e["detail"]) for e in low.ledger.as_list()}
+    assert details["kv_cache"].endswith("FP8: o_proj, gate_up_proj, down_proj")
+    assert details["vision"].endswith("FP8: qkv_proj, out_proj, fc1, fc2")
 
 
 def test_placed_steps_are_another_flow(folder: Path) -> None:

@@ -66,6 +66,32 @@ def test_the_native_engine_agrees_with_eager(variant: str, tmp_path: Path) -> No
     assert {e["used"] for e in native.metadata["engines"]} == {"native"}
 
 
+@pytest.mark.parametrize("settings", [EAGER, NATIVE], ids=["eager", "native"])
+def test_an_instruction_is_encoded_when_it_changes(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, fresh = policy_of(tmp_path, settings), OptimizedPolicy.from_pretrained(tmp_path, settings, device="cpu")
+    runs, engine = [], policy.pipelines.newest.engine("kv_cache")
+    run = engine.run
+    monkeypatch.setattr(engine, "run", lambda: (runs.append(1), run()))
+    noise = np.random.default_rng(1).standard_normal(policy.noise_shape)
+    counts = []
+    for seed, task in enumerate(TASKS[index] for index in (1, 1, 2, 1, 1)):
+        given = {**observation(seed, 2), "task": task}
+        fresh.pipelines.newest._known = None
+        want = fresh.infer(given, noise=noise)["actions"]
+        np.testing.assert_array_equal(policy.infer(given, noise=noise)["actions"], want)
+        counts.append(len(runs))
+    assert counts == [1, 1, 2, 3, 3]
+    # What a call left that failed half-way is not used.
+    last = policy.pipelines.newest.engines[-1][1]
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="lost"):
+        broken.setattr(last, "run", lambda: (_ for _ in ()).throw(RuntimeError("lost")))
+        policy.infer(given, noise=noise)
+    np.testing.assert_array_equal(policy.infer(given, noise=noise)["actions"], want)
+    assert len(runs) == 4
+
+
 def test_what_a_setting_says_changes_the_actions(tmp_path: Path) -> None:
     """Variants that give the same actions would agree without their settings."""
     found = []

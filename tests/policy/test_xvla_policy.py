@@ -335,6 +335,17 @@ def test_scales_are_of_the_inputs_that_engines_quantise(folder: Path) -> None:
     assert all(1.0 < amax[f"layers.{i}.{part}"] < width**0.5 for i in range(3) for part in ("qkv_proj", "fc1"))
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "fastest"])
+def test_vision_attends_as_requested(folder: Path, attention: str) -> None:
+    """A library's attention reads windows that are gathered for it."""
+    spec = EngineSpec("native", attention=attention)  # type: ignore[arg-type]
+    config = PolicyConfig(device="cpu", precision="fp32").with_specs(dict.fromkeys(PARTS, spec))
+    policy = OptimizedPolicy.from_pretrained(folder, config)
+    assert f"attention {attention}" in policy.ledger.entries["vision"].detail or attention == "fastest"
+    want = actions_of(policy_of(folder, "native"), given()[0])
+    np.testing.assert_allclose(actions_of(policy, given()[0]), want, atol=1e-5)
+
+
 def test_a_random_policy_of_any_size(folder: Path) -> None:
     policy, _ = random_policy("xvla", PolicyConfig(device="cpu", num_steps=1), model=policy_of(folder).model)
     card = bench_card(policy.family)

@@ -147,6 +147,17 @@ def test_a_public_address_requires_a_key_or_insecure(tmp_path: Path, caplog: pyt
         assert not caplog.records
 
 
+def test_a_clients_certificates_may_lie_in_the_home_folder(
+    make_certificate: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, _ = make_certificate("server")
+    monkeypatch.setenv("HOME", str(cert.parent))
+    with pytest.raises(ServerError, match="cannot connect"):
+        PolicyClient("wss://127.0.0.1:1", tls_ca=f"~/{cert.name}")
+    with pytest.raises(ConfigError, match=r"tls_ca ~/none\.pem: expected certificates"):
+        PolicyClient("wss://127.0.0.1:1", tls_ca="~/none.pem")
+
+
 def test_tls(make_certificate: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     cert, key = make_certificate("server")
     config = local(api_key="secret", tls_cert=cert, tls_key=key)

@@ -3,10 +3,10 @@
     python -m tests.support.compile_each KIND … [VERSION …] [--count]
 
 for these compute capabilities, or 9.0. KIND: `groot`, `groot_n16`, `groot_n15`, `fastwam`, `evo1`, `molmoact2`,
-`multi_task_dit` and `decode`, what the programs of GR00T, FastWAM, Evo-1, MolmoAct2 and Multi-task DiT and π0-FAST's
-decode launch; `int8`, products by
-every tile that a build would measure; `each`, once each kernel and type of operands that compile_kernels.py does not
-compile for every capability. Prints its rows; with `--count` the number of launches, of Triton's kernels alone.
+`multi_task_dit`, `xvla` and `decode`, what the programs of GR00T, FastWAM, Evo-1, MolmoAct2, Multi-task DiT and X-VLA
+and π0-FAST's decode launch; `int8`, products by every tile that a build would measure; `each`, once each kernel and
+type of operands that compile_kernels.py does not compile for every capability. Prints its rows; with `--count` the
+number of launches, of Triton's kernels alone.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ from vla_accel.families.pi0.native import Pi0FastStore
 from vla_accel.families.pi0_fast.native_decode import NativeDecode
 from vla_accel.families.pi0_fast.network import Pi0Fast, pi0_fast
 from vla_accel.families.prompted import PromptShape
+from vla_accel.families.xvla.family import XVLA, XvlaShape
+from vla_accel.families.xvla.network import xvla
 from vla_accel.fp8 import INT8
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.gemm import int8, triton_library
@@ -64,6 +66,7 @@ from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image import triton_image as image
+from vla_accel.kernels.image.convolution import ConvPlan, ConvSizes, ConvTile, convolve, workspace
 from vla_accel.kernels.image.depthwise import Depthwise
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.kernels.image.triton_depthwise import depthwise_norm
@@ -163,10 +166,9 @@ def molmo(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     found = {}
     with steered("triton", META):
         shape = PromptShape(batch, Schedule.uniform(2), 2, 96, True)
-        for component in MOLMOACT2.components(model, shape, store=MOLMOACT2.store_class(model, None)):
+        for component in MOLMOACT2.components(model, shape, store=MOLMOACT2.store_class(model, scales_of_any())):
             assert component.native is not None
-            precise = precision if component.name == "denoise" else "auto"
-            program: Any = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
+            program: Any = component.native(EngineSpec("native", precision=precision))  # type: ignore[arg-type]
             getattr(program, "stack", program).chain.early = gpu.dependent_launch
             tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
             found[component.name] = recorded(partial(program, tensors, tensors))
@@ -236,6 +238,7 @@ def others(gpu: Gpu) -> Iterator[Launch]:
     for precision in ("auto", "int8", *(["fp8"] if gpu.fp8 else [])):
         for launches in (partial(groot, few=True), wam, evo, oft, molmo, tasks, decode, integers):
             yield from itertools.chain(*launches(gpu, precision, 1).values())
+    yield from itertools.chain(*xvla_parts(gpu, "auto", 1).values())
     for family, config in ((ACT, act()), (DIFFUSION_POLICY, ddpm())):
         yield from itertools.chain(*frames(family, config, early=gpu.dependent_launch).values())
     for call in (*around_products(), *images()):
@@ -277,6 +280,16 @@ def tasks(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
     return frames(MULTI_TASK_DIT, replace(config, **few), shape, precision, early=gpu.dependent_launch)
 
 
+def xvla_parts(gpu: Gpu, precision: str, batch: int) -> dict[str, list[Launch]]:
+    """A call's, by component, of X-VLA with two layers of the published size each, two steps and two views. Its FP8 has
+    calibrated scales, and the same kernels."""
+    del precision
+    config = xvla(depth=2)
+    config = replace(config, encoder=replace(config.encoder, depth=2))
+    shape = XvlaShape(batch, Schedule.uniform(2), ((224, 224), (224, 224)))
+    return frames(XVLA, config, shape, early=gpu.dependent_launch)
+
+
 def frames(
     family: Family, config: Any, shape: Shape | None = None, precision: str = "auto", *, early: bool = False
 ) -> dict[str, list[Launch]]:
@@ -288,7 +301,8 @@ def frames(
             assert component.native is not None
             precise = precision if component.quantised else "auto"
             program: Any = component.native(EngineSpec("native", precision=precise))  # type: ignore[arg-type]
-            for part in (program, getattr(program, "stack", None), getattr(program, "language", None)):
+            owned = (getattr(program, name, None) for name in ("stack", "language", "bart"))
+            for part in (program, *owned, *getattr(program, "stages", ())):
                 if hasattr(part, "chain"):
                     part.chain.early = early  # type: ignore[union-attr]
             tensors = {s.name: s.empty(META) for s in (*component.inputs, *component.outputs)}
@@ -310,6 +324,10 @@ def images() -> Iterator[Callable[[], Any]]:
     pixels, layer = half(2, 7, 7, 2048), Depthwise(wide(9, 2048), *(wide(2048) for _ in range(4)))
     yield lambda: depthwise_norm(pixels, layer, pixels, pixels, eps=1e-5)
     yield lambda: max_pool(half(2, 240, 320, 64), wide(64), activation=Activation.RELU)
+    last = half(512, 512, 3, 3).contiguous(memory_format=torch.channels_last)
+    sizes, tile = ConvSizes(600, 512, 512, 3, 1), ConvTile(64, 64, 2, split=4)
+    plan = ConvPlan(tile, workspace(sizes, tile, META))
+    yield lambda: convolve(half(2, 15, 20, 512), last, shift=wide(512), activation=Activation.RELU, plan=plan)
     yield lambda: image.softmax(wide(4096, 4096), torch.bfloat16)
     # The narrower of its two tiles, which a GPU with little shared memory takes.
     heads = half(1, 4096, 384)
@@ -319,7 +337,7 @@ def images() -> Iterator[Callable[[], Any]]:
 KINDS: dict[str, Callable[[Gpu, str, int], dict[str, list[Launch]]]] = {
     "groot": groot, "groot_n16": partial(groot, size=groot_n16, side=252), "decode": decode, "int8": integers,
     "groot_n15": partial(groot, size=groot_n15, side=224), "fastwam": wam, "evo1": evo, "openvla_oft": oft,
-    "molmoact2": molmo, "multi_task_dit": tasks, "each": each,
+    "molmoact2": molmo, "multi_task_dit": tasks, "xvla": xvla_parts, "each": each,
 }  # fmt: skip
 
 

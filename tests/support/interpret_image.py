@@ -1,6 +1,6 @@
-"""Every kernel of `kernels/image/triton_image.py`, `triton_depthwise.py` and `triton_pool.py` in Triton's interpreter,
-compared with its torch reference (`interpreter`, test_image_ops). `main` prints for each case (with --few about half of
-them) the largest difference, relative to the largest value, and its name."""
+"""Every kernel of `kernels/image/triton_image.py`, `triton_convolution.py`, `triton_depthwise.py` and `triton_pool.py`
+in Triton's interpreter, compared with its torch reference (`interpreter`, test_image_ops). `main` prints for each case
+(with --few about half of them) the largest difference, relative to the largest value, and its name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,38 @@ from tests.support.runtimes import steered
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.dispatch import path
 from vla_accel.kernels.image import ops
+from vla_accel.kernels.image.convolution import (
+    LIBRARY,
+    ConvPlan,
+    ConvSizes,
+    ConvTile,
+    convolve,
+    convolve_pixels,
+    pack_stem,
+    workspace,
+)
 from vla_accel.kernels.image.depthwise import Depthwise, depthwise_norm
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.kernels.image.pool import max_pool
+
+
+def convolution(stride: int, split: int = 1, activation: Activation = Activation.NONE) -> Callable[..., Tensor]:
+    """`convolve` of an image, a weight, and if any a shift and a residual: by a tile of 64 x 64, or the library."""
+
+    def call(x: Tensor, weight: Tensor, shift: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        plan = LIBRARY
+        if path(x) != "reference":
+            pixels = x.shape[0] * -(-x.shape[1] // stride) * -(-x.shape[2] // stride)
+            sizes, tile = (
+                ConvSizes(pixels, weight.shape[0], weight.shape[1], weight.shape[2], stride),
+                ConvTile(64, 64, 2, split),
+            )
+            assert tile.why_not(None, sizes) is None
+            plan = ConvPlan(tile, workspace(sizes, tile, x.device))
+        return convolve(x, weight, stride, shift=shift, residual=residual, activation=activation, plan=plan)
+
+    return call
+
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 """An op and its arguments."""
@@ -53,7 +82,18 @@ def cases(few: bool) -> dict[str, Case]:
         depthwise_norm(x, Depthwise(*parts), x_out, h, eps=1e-5)
         return x_out, h
 
+    def stem(weight: Tensor, images: Tensor, scales: Tensor) -> Tensor:
+        """A crop of the second and third of four views, in a buffer of three."""
+        out = torch.full((2, 3, 9, 10, 16), 9.0, dtype=weight.dtype, device=weight.device)
+        scales = torch.stack((scales[:, 0] / 255, scales[:, 1]), 1)
+        convolve_pixels(weight, images[:, 1:3, 2:19, 1:21], scales, out[:, 1:])
+        return out
+
+    def channels_last(*shape: int) -> Tensor:
+        return half(*shape).contiguous(memory_format=torch.channels_last)
+
     pixels = torch.randint(0, 256, (2, 5, 7, 3), generator=generator, dtype=torch.uint8)
+    views = torch.randint(0, 256, (2, 4, 20, 23, 3), generator=generator, dtype=torch.uint8)
     found: dict[str, Case] = {}
     rms, group, silu = ops.rms_act, ops.group_act, Activation.SILU
     every = list(itertools.product((False, True), (0, 1, 2), (False, True)))
@@ -108,6 +148,17 @@ def cases(few: bool) -> dict[str, Case]:
         "depthwise_norm": (depthwise, (half(2, 5, 3, 24), wide(9, 24), *(wide(24) for _ in range(4)))),
         "max_pool": (max_pool, (half(2, 9, 7, 24),)),
         "max_pool relu": (partial(max_pool, activation=Activation.RELU), (half(2, 6, 70, 24), wide(24))),
+        "convolve_pixels": (stem, (pack_stem(wide(16, 3, 7, 7), torch.float16), views, wide(2, 2, 3))),
+        "convolve_pixels resized": (stem, (pack_stem(wide(16, 3, 7, 7), torch.float16), views.float(), wide(2, 2, 3))),
+        "convolve": (convolution(1), (half(2, 9, 7, 64), channels_last(64, 64, 3, 3))),
+        "convolve with stride": (
+            convolution(2, activation=Activation.RELU), (half(1, 9, 8, 128), channels_last(128, 128, 3, 3), wide(128))
+        ),
+        "convolve with stride, one tap": (convolution(2), (half(1, 7, 8, 64), channels_last(64, 64, 1, 1), wide(64))),
+        "convolve in parts": (
+            convolution(1, split=3, activation=Activation.RELU),
+            (half(2, 6, 7, 64), channels_last(64, 64, 3, 3), wide(64), half(2, 6, 7, 64)),
+        ),
         "geglu_erf wide": (ops.geglu_erf, (half(11, 2 * 300),)),
         # Large and very unequal scores: a softmax that forgets to shift overflows here.
         "softmax": (ops.softmax, (100 * wide(6, 5000), torch.float16)),

@@ -43,7 +43,8 @@ def round_as_hardware_does() -> None:
 def run(name: str) -> tuple[str, float]:
     """What is wrong, or nothing, and the worst difference of outputs that are not FP8."""
     call = shapes.call_of(name, DTYPE)
-    repeat = 2 if call.op in ("suffix_attention", "prefix_attention") else 1  # the first call leaves its counters
+    # The first call leaves its counters.
+    repeat = 2 if call.op in ("suffix_attention", "prefix_attention") else 1
     try:
         with steered("triton"):
             got = calls.outputs_of(call, CPU, kernel=True, repeat=repeat)

@@ -25,6 +25,8 @@ def patch_once() -> None:
     patch = interpreter._patch_lang
     patch(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    # A loop's bound is an array of one element, which NumPy 2.4 no longer takes for a number.
+    language.tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from vla_accel.fp8 import E4M3, FORMATS
+from vla_accel.kernels.attention import few as few_attention
+from vla_accel.kernels.attention import maps
+from vla_accel.kernels.attention import normed as normed_attention
 from vla_accel.kernels.attention import ops as attention_ops
 from vla_accel.kernels.attention import suffix as suffix_attention
 from vla_accel.kernels.attention.config import KeySplit, SuffixShape
@@ -23,12 +26,14 @@ from vla_accel.kernels.gemm import ops
 from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, Library
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.kernels.rows import flow
+from vla_accel.kernels.rows import flow, mix
 from vla_accel.kernels.rows import rows as row_ops
 
 MARGIN = 1024  # elements; keeps the alignment that compilers count on
 FP8 = E4M3.dtype
-MODULES = (row_ops, ops, attention_ops, suffix_attention, flow, moment_ops)
+MODULES = (
+    row_ops, ops, attention_ops, suffix_attention, few_attention, normed_attention, maps, flow, mix, moment_ops,
+)  # fmt: skip
 # Where an op is defined.
 MODULE_OF = {n: m for m in MODULES for n, f in vars(m).items() if getattr(f, "__module__", "") == m.__name__}
 EPS = 1e-6

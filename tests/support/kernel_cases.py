@@ -71,6 +71,17 @@ def _post_norm(rows: int, width: int, alias: bool, one: bool = False) -> Callabl
     return call
 
 
+def _project_normed(rows: int, width: int, columns: int) -> Callable:
+    def call(draw: Draw) -> Call:
+        arguments = {
+            "x": draw(rows, width), "weight": draw.wide(columns, width), "bias": draw.wide(columns),
+            "out": Empty((rows, columns), torch.float32), "eps": EPS,
+        }  # fmt: skip
+        return Call("project_normed", arguments, ("out",))
+
+    return call
+
+
 def _embed_norm(
     batch: int, images: int, length: int, width: int, scale: float | None, lengths: list[int] | None = None
 ) -> Callable:
@@ -190,8 +201,9 @@ def _self_attention(
 
 
 def _prefix_attention(
-    tokens: int, prefix: int, heads: int, head_dim: int, lengths: list[int], config: KeySplit | None = None
-) -> Callable:
+    tokens: int, prefix: int, heads: int, head_dim: int, lengths: list[int], config: KeySplit | None = None,
+    eps: float | None = None,
+) -> Callable:  # fmt: skip
     def call(draw: Draw) -> Call:
         batch, real = len(lengths), torch.tensor(lengths, dtype=torch.int32)
         sizes = SuffixShape(batch, tokens, prefix, heads, heads, head_dim, draw.dtype.itemsize, own=False)
@@ -200,7 +212,7 @@ def _prefix_attention(
         arguments = {
             "q": draw(batch, tokens, heads, head_dim, scale=2.0), "prefix": Prefix(keys, values, real),
             "out": Empty((batch * tokens, heads * head_dim), draw.dtype), "workspace": Workspace(sizes, taken),
-            "config": taken,
+            "config": taken, "eps": eps,
         }  # fmt: skip
         beyond = _beyond(real, prefix, heads, head_dim)
         return Call("prefix_attention", arguments, ("out",), {"keys": beyond, "values": beyond})
@@ -331,7 +343,7 @@ def _project(rows: int, n: int, k: int, tokens: int, what: str, config: GemmConf
         tile, outputs, moments = config, ["out"], None
         next_scale = draw.wide(n, scale=0.3) if "n" in what else None
         if "m" in what:
-            assert tile is not None and not isinstance(tile, (OneRow, Skinny))
+            assert tile is not None and not isinstance(tile, OneRow)
             columns = moments_columns(sizes, tile)
             sums, squares = (Empty((-(-n // columns), rows), torch.float32) for _ in range(2))
             scaled = Empty((rows, n), draw.dtype) if "n" in what else None
@@ -409,6 +421,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for rows, width, alias in ((3, 512, True), (10, 64, False), (17, 72, True)):
         yield f"post_norm {rows}x{width}", _post_norm(rows, width, alias)
     yield "post_norm of one row 7x64", _post_norm(7, 64, False, one=True)
+    yield "project_normed 5x96 to 7", _project_normed(5, 96, 7)
+    yield "project_normed 3x512 to 14", _project_normed(3, 512, 14)
     for shape in ((2, 5, 3, 64), (1, 1, 10, 1152), (2, 4, 1, 4304)):
         for scale in (None, 30.0):
             yield f"embed_norm {shape} fp8={scale is not None}", _embed_norm(*shape, scale)
@@ -448,6 +462,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         yield f"suffix_attention {shape}", _suffix_attention(*shape)
     for split in (None, KeySplit(16, 32, 2, 2, 4), KeySplit(64, 32, 8, 1, 8)):
         yield f"prefix_attention {split}", _prefix_attention(50, 130, 2, 112, [130, 7], split)
+    for split in (None, KeySplit(16, 32, 2, 2, 4)):
+        yield f"prefix_attention normed {split}", _prefix_attention(10, 100, 2, 24, [90], split, EPS)
     yield "prefix_attention of one", _prefix_attention(5, 20, 3, 24, [20])
     # Weights of one byte are widened alike at every shape: FP8 and INT8 take turns.
     for shape, weights in zip((
@@ -478,6 +494,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     yield from _library_cases()
     yield from _pinned_cases()
     yield from _one_row_cases()
+    yield from _ready_cases()
 
 
 def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
@@ -519,6 +536,20 @@ def _pinned_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     yield "project of parts pinned", _project(33, 24, 320, 1, "gp", Pipelined(16, 16, 64, split=2))
     for what in ("fp", "np", "lnp", "fsp2", "sp2"):
         yield f"step pinned {what}", _step(2, 6, 5, 72, 7, what)
+
+
+def _ready_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
+    """Weights that are in the tensor cores' layout before the wait: all of them, or the first chunks."""
+    for weights, early in (("", 4), ("fp8", 2), ("int8", 1)):
+        config = Skinny(16, 4, 64, 16, early, ready=True)
+        yield f"project {weights} {config} moments", _project(9, 40, 200, 1, "gbrmn", config)
+        yield f"qkv_rope {weights} {config}", _qkv_rope(1, 9, 200, 2, 1, 24, True, weights, config)
+        yield f"qkv_rope {weights} {config} moments", _qkv_rope(1, 9, 200, 2, 1, 24, True, weights, config, 16)
+        yield f"gate_up_geglu {weights} {config}", _gate_up(9, 200, 20, True, weights, config)
+        yield (
+            f"project {weights} {config}",
+            _project(9, 20, 200, 1, "gr" + {"fp8": "8", "int8": "i"}.get(weights, ""), config),
+        )
 
 
 def _one_row_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:

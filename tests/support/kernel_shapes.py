@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.support import sequence_cases
+from tests.support import molmo_cases, sequence_cases
+from tests.support.gpus import H200
 from tests.support.kernel_calls import Call, Draw, check, outputs_of
 from tests.support.kernel_cases import (
     CASES,
@@ -26,7 +27,7 @@ from tests.support.kernel_cases import (
     _step,
     _suffix_attention,
 )
-from vla_accel.kernels.attention.config import KeySplit
+from vla_accel.kernels.attention.config import KeySplit, NormedShape, normed_tiles
 from vla_accel.kernels.gemm.config import Pipelined
 
 Cases = Iterator[tuple[str, Callable[[Draw], Call]]]
@@ -39,7 +40,8 @@ PREFIXES = (
 )  # fmt: skip
 TOWERS = (
     (2, 256, 16, 72), (3, 256, 16, 72), (1, 256, 1, 72), (5, 255, 2, 72), (1, 129, 3, 80), (4, 256, 4, 64),
-    (2, 200, 3, 40), (1, 257, 3, 72), (1, 1024, 2, 72), (1, 33, 2, 16),
+    (2, 200, 3, 40), (1, 257, 3, 72), (1, 1024, 2, 72), (1, 33, 2, 16), (1, 262, 16, 64), (2, 320, 2, 64),
+    (1, 300, 2, 80), (1, 321, 2, 64),
 )  # fmt: skip
 
 
@@ -135,6 +137,11 @@ def _wide() -> Cases:
         yield f"project {rows}", _project(rows, 1024, 4096, 1, "gr8" if rows % 2 else "gri")
         yield f"project {rows} of 4304", _project(rows, 1152, 4304, rows, "bs")
         yield f"step {rows}", _step(1, rows, rows, 1024, 32, "ns" if rows % 2 else "l")
+    for batch, tokens, source, what in ((1, 32, 98, "kr"), (1, 98, 0, "krc"), (1, 98, 64, "b"), (2, 120, 130, "krcb")):
+        shape = NormedShape(batch, tokens, source, 24, 128, own="k" in what)
+        for tile in normed_tiles(H200, shape):
+            case = batch, tokens, source, 24, 128, what, 64, tile
+            yield f"normed_attention {case}", sequence_cases.normed_attention(*case)
     for shape in ((1, 512, 32, 2048), (1, 768, 32, 2048), (4, 200, 56, 4304), (16, 60, 4, 72)):
         yield f"embed_norm {shape}", _embed_norm(*shape, 30.0 if shape[0] > 1 else None)
     for images in (1, 2, 3, 4):
@@ -149,7 +156,7 @@ def _wide() -> Cases:
             yield f"self-attention {shape} fp8={scale is not None}", _self_attention(*shape, scale)
 
 
-TALL: dict[str, Callable[[Draw], Call]] = {**sequence_cases.CASES, **dict(_tall())}
+TALL: dict[str, Callable[[Draw], Call]] = {**sequence_cases.CASES, **molmo_cases.CASES, **dict(_tall())}
 CONFIGS: dict[str, Callable[[Draw], Call]] = dict(_configs())
 WIDE: dict[str, Callable[[Draw], Call]] = {**TALL, **CONFIGS, **dict(_wide())}
 assert len(WIDE) == len(TALL) + len(CONFIGS) + len(dict(_wide())) and not WIDE.keys() & CASES.keys(), (

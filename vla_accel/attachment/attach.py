@@ -23,6 +23,7 @@ from vla_accel.attachment.calls import Call, Reader
 from vla_accel.attachment.noise import Draws, RecordedNoise
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.errors import ConfigError, EngineError, VlaAccelError
+from vla_accel.machine import resolve_device
 from vla_accel.policy import OptimizedPolicy
 
 LIMITS = {torch.float32: 0.01, torch.bfloat16: 0.1}
@@ -107,6 +108,7 @@ class Attachment:
         """Answer with the policy itself, build the engines and compare their answer."""
         # An error must leave the policy at work; one that it raises itself passes.
         try:
+            _check_device(self.policy, reader.settings)  # it may have moved since
             call = reader.call(*args, **kwargs)
             sizes, family = reader.checkpoint.model.config, reader.checkpoint.family
             shape, fixed = (sizes.action_horizon, sizes.action_dim), family.noise(sizes) is not None
@@ -214,7 +216,7 @@ def attach(
 
     Args:
         policy: The policy, with its weights. Attach after its settings and weights are final.
-        config: As in `OptimizedPolicy.from_pretrained`.
+        config: As in `OptimizedPolicy.from_pretrained`. Its `device` may only be the policy's.
         preprocessor: lerobot's, for a policy whose images it normalizes by statistics (ACT, Diffusion Policy). Without
             one, the statistics are read from the folder that `policy.config.pretrained_path` names.
         limit: The largest `Attachment.difference` with which the engines are used; None: as in `LIMITS`.
@@ -222,6 +224,7 @@ def attach(
     made = Attachment(policy, limit)
     try:
         reader = _reader_of(policy, load_config(config), preprocessor)
+        _check_device(policy, reader.settings)
         known = getattr(getattr(reader.owner, reader.method), "attachment", None)
         if known is not None:
             return known
@@ -229,6 +232,15 @@ def attach(
     except VlaAccelError as error:
         made.fall_back(error)
     return made
+
+
+def _check_device(policy: nn.Module, settings: PolicyConfig) -> None:
+    """Raise ConfigError if the settings name another device than that of the policy."""
+    there, named = next(policy.parameters()).device, settings.device
+    if named != "auto":
+        device = resolve_device(named)
+        if device.type != there.type or device.index not in (None, there.index):
+            raise ConfigError(f"device: expected auto or the policy's {there}, got {named}")
 
 
 def _reader_of(policy: Any, settings: PolicyConfig, preprocessor: Any) -> Reader:

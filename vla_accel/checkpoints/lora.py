@@ -25,6 +25,7 @@ from vla_accel.checkpoints.hub import HubName
 from vla_accel.checkpoints.settings import fixed, neutral, read, refused
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, listing, read_json, some
 from vla_accel.errors import CheckpointError
+from vla_accel.files import user_path
 from vla_accel.nn.network import Network, Origin
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -202,7 +203,7 @@ def _unwrapped(name: str) -> str:
 def _base_of(config: Mapping[str, Any]) -> str | None:
     """Return the base's name, with the revision that the adapter was trained on."""
     base, revision = config.get("base_model_name_or_path") or None, config.get("revision")
-    named = None if base is None or Path(base).exists() else HubName.parse(base)
+    named = None if base is None or user_path(base).exists() else HubName.parse(base)
     if named is None or not revision or named.revision is not None:
         return base
     return str(dataclasses.replace(named, revision=str(revision)))

@@ -26,7 +26,7 @@ from vla_accel.report.page import check_path, write
 @dataclass(frozen=True)
 class Bench:
     """Time whole calls of a checkpoint's policy in several configurations. Without a checkpoint, time random weights of
-    --model's published size (default: pi05) and openpi's or lerobot's own code."""
+    --model's published size (default: pi05) and the original project's own code."""
 
     checkpoint: Checkpoint = None
     """A folder, a bundled checkpoint's name, or owner/name[@revision][/folder] on the hub."""
@@ -40,8 +40,8 @@ class Bench:
     """With random weights: eager; native-bf16, native-fp8 and -int8, each also with -vision; native-int8-denoise,
     native-fp8-int8-denoise (pi0_fast: native-fp8, native-fp8-decode, native-int8-decode); portable- instead of native-
     runs without Hopper's kernels, triton- also without the persistent denoise kernel; openpi-eager, -compile,
-    -max-autotune (pi0, pi05); lerobot-eager, and -compile or -graph, of lerobot's models. An unknown name lists the
-    model's own. Default: eager, native without INT8, and the other project's eager code."""
+    -max-autotune (pi0, pi05); oft-eager (openvla_oft); lerobot-eager, and -compile or -graph, of lerobot's models. An
+    unknown name lists the model's own. Default: eager, native without INT8, and the other project's eager code."""
     realtime_vla: Folder = None
     """With random weights: a checkout of realtime-vla, whose code is also timed, at ten steps."""
     prompt_tokens: Number = None

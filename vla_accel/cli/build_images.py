@@ -19,7 +19,7 @@ from vla_accel.engines.onnx import OnnxFile
 from vla_accel.engines.tensorrt_library import capability_of, check_target, load_library, parse_target, target_name
 from vla_accel.engines.tensorrt_plan import Obtained
 from vla_accel.errors import ConfigError
-from vla_accel.files import write_json
+from vla_accel.files import user_path, write_json
 from vla_accel.images.autoencoder import AUTOENCODERS, split_autoencoder
 from vla_accel.images.config import TrtVaeConfig
 from vla_accel.images.engine_files import build_file, export_onnx, found_file, identity
@@ -49,7 +49,7 @@ def main(options: BuildVae | BuildUnet, words: list[str]) -> int:
     else:
         if options.output_dir is None and options.sd_dir in RANDOM:
             raise ConfigError(f"output-dir: expected a folder for the files of {options.sd_dir}, got none")
-        root = options.output_dir or Path(options.sd_dir)
+        root = options.output_dir or user_path(options.sd_dir)
         command, model, build = "build-unet", {"model": options.sd_dir}, _unet
     library = load_library(options.library)
     files = [*build(options, root, _Builder(options, library, _targets(options)))]  # pyright: ignore[reportArgumentType]

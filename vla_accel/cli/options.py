@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from vla_accel.config import PolicyConfig, load_config
 from vla_accel.config.mapping import Within
 from vla_accel.errors import ConfigError, nearest
-from vla_accel.files import require_writable, require_writable_folder
+from vla_accel.files import require_writable, require_writable_folder, user_path
 from vla_accel.view import check_view
 
 T = TypeVar("T")
@@ -191,7 +191,7 @@ def _reader(item: Any, commas: bool) -> tuple[Callable[[str], Any], str]:
                 raise argparse.ArgumentTypeError(f"expected {expected} {', '.join(choices)}, got {word!r}")
             return word
         try:
-            return item(word)
+            return user_path(word) if item is Path else item(word)
         except ValueError:
             expected = "a whole number" if item is int else "a number"
             raise argparse.ArgumentTypeError(f"expected {expected}, got {word!r}") from None

@@ -112,7 +112,7 @@ class PolicyClient:
         self._policy = policy
         self._proxy = Proxy(address, proxy)
         try:
-            self._tls = None if tls_ca is None else ssl.create_default_context(cafile=tls_ca)
+            self._tls = None if tls_ca is None else ssl.create_default_context(cafile=user_path(tls_ca))
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"tls_ca {tls_ca}: expected certificates in PEM, got: {error}") from error
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None

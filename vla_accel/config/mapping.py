@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from vla_accel.errors import ConfigError, nearest, unknown
+from vla_accel.files import user_path
 
 T = typing.TypeVar("T")
 
@@ -172,8 +173,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     if hint is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
-    if hint is Path and isinstance(value, str):
-        return Path(value)
+    if hint is Path and isinstance(value, (str, Path)):
+        return user_path(value)
     assert isinstance(hint, type)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{where}: expected {hint.__name__}, got {value!r}")

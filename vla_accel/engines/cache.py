@@ -22,7 +22,14 @@ import torch
 from torch import nn
 
 from vla_accel.errors import EngineError
-from vla_accel.files import cache_folder, content_hash, replacing_privately, require_private, why_not_private
+from vla_accel.files import (
+    cache_folder,
+    content_hash,
+    replacing_privately,
+    require_private,
+    user_path,
+    why_not_private,
+)
 from vla_accel.kernels.nvrtc import compiled_folder
 
 SCHEMA = "vla_accel.engine/1"
@@ -58,7 +65,7 @@ class EngineCache:
     """A folder of engines with a size limit; evicts the least recently used."""
 
     def __init__(self, folder: Path | str | None = None, limit_gb: float = 20.0) -> None:
-        self.folder = default_folder() if folder is None else Path(folder).expanduser()
+        self.folder = default_folder() if folder is None else user_path(folder)
         self.limit = int(limit_gb * 2**30)
 
     def path(self, name: str, key: str) -> Path:

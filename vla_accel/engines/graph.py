@@ -2,6 +2,7 @@
 
 The upload and the first engine may have a graph of their own, so that they run while the host prepares the other
 inputs. A last engine whose work may end early (`engines.base.Turns`) adds a graph for one turn and one for the rest.
+A second engine whose inputs seldom change (`Component.seldom`) has a graph of its own, which a call may leave out.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,6 +22,8 @@ from vla_accel.ledger import Ledger, LedgerEntry
 
 GRAPH = "cuda_graph"
 STREAM = "stream"
+SELDOM = 1
+"""The place of an engine that a call may leave out: it follows the first one."""
 
 
 class Turning:
@@ -52,30 +55,41 @@ class Turning:
 class Captured:
     """The graphs of a call and the events before the first engine and after each.
 
-    `first`: the upload and the first engine, if they have a graph of their own; `turning`: the last engine's turns.
+    `first`: the upload and the first engine, if they have a graph of their own; `seldom`: the second engine, if its
+    inputs seldom change; `starts`: the events before an engine that does not follow another one in its graph, by its
+    place; `turning`: the last engine's turns.
     """
 
     graph: Graph
     events: list[torch.cuda.Event]
     names: list[str]
     first: Graph | None = None
+    seldom: Graph | None = None
+    starts: dict[int, torch.cuda.Event] = field(default_factory=dict)
     turning: Turning | None = None
+    _left_out: bool = False
 
     def start(self) -> None:
         """Enqueue the upload and the first engine on the current stream, if they have a graph of their own."""
         if self.first is not None:
             self.first.replay()
 
-    def replay(self) -> None:
-        """Enqueue everything else on the current stream."""
+    def replay(self, *, changed: bool = True) -> None:
+        """Enqueue everything else on the current stream. `changed`: whether to run the engine of `seldom`."""
+        self._left_out = self.seldom is not None and not changed
+        if self.seldom is not None and changed:
+            self.seldom.replay()
         self.graph.replay()
         if self.turning is not None:
             self.turning.replay()
 
     def times(self) -> dict[str, float]:
-        """Milliseconds of each engine in the last replay; the device must have finished it."""
-        pairs = zip(self.names, self.events, self.events[1:], strict=False)
-        return {name: start.elapsed_time(end) for name, start, end in pairs}
+        """Milliseconds of each engine in the last replay, 0 if it was left out; the device must have finished it."""
+        found = {}
+        for index, name in enumerate(self.names):
+            start, end = self.starts.get(index, self.events[index]), self.events[index + 1]
+            found[name] = 0.0 if self._left_out and index == SELDOM else start.elapsed_time(end)
+        return found
 
 
 def capture(
@@ -170,12 +184,17 @@ def _capture(
         turns = engines[-1][1].turns()
         last = len(engines) if turns is None else len(engines) - 1
         first, graph, turning = Graph() if split_first else None, Graph(), None
-        events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(engines) + 1)]
+        events = [_event() for _ in range(len(engines) + 1)]
+        has_seldom = split_first and leaves_out([engine for _, engine in engines])
+        seldom, starts = Graph() if has_seldom else None, dict[int, torch.cuda.Event]()
 
         def run(start: int, end: int) -> None:
             if start == 0:
                 before()
                 events[0].record()
+            elif seldom is not None:
+                starts[start] = _event()
+                starts[start].record()
             for (_, engine), event in zip(engines[start:end], events[start + 1 :], strict=False):
                 engine.run()
                 event.record()
@@ -184,9 +203,15 @@ def _capture(
             if first is not None:
                 with recording(first, side):
                     run(0, 1)
-            with recording(graph, side, first):
+            begin = 0 if first is None else 1
+            if seldom is not None:
+                with recording(seldom, side, first):
+                    between()
+                    run(SELDOM, SELDOM + 1)
+                begin = SELDOM + 1
+            with recording(graph, side, first if seldom is None else seldom):
                 between()
-                run(0 if first is None else 1, last)
+                run(begin, last)
                 if turns is None:
                     after()
                 else:
@@ -204,4 +229,13 @@ def _capture(
         except RuntimeError as error:
             names = ", ".join(name for name, _ in engines)
             raise EngineError(f"CUDA graph of {names}: capture failed: {error}") from error
-    return Captured(graph, events, [name for name, _ in engines], first, turning)
+    return Captured(graph, events, [name for name, _ in engines], first, seldom, starts, turning)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True, external=True)
+
+
+def leaves_out(engines: Sequence[Engine]) -> bool:
+    """Return whether calls may leave out the second engine, because its inputs seldom change."""
+    return len(engines) > SELDOM + 1 and engines[SELDOM].component.seldom

@@ -188,7 +188,7 @@ def _check_base(lora: Lora, base: str) -> None:
     their names. A path that does not exist here may be from another machine: a difference is only logged."""
     if lora.base is None or _last_part(lora.base) == _last_part(base):
         return
-    if HubName.parse(lora.base) is None and not Path(lora.base).exists():
+    if HubName.parse(lora.base) is None and not user_path(lora.base).exists():
         _log.warning("lora %s: trained on %s, which does not exist here; applied to %s", lora.folder, lora.base, base)
         return
     raise CheckpointError(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from vla_accel.config import EngineSpec
 from vla_accel.config.mapping import Checked, from_mapping, read_mapping
 from vla_accel.errors import ConfigError
+from vla_accel.files import user_path
 from vla_accel.images.vae_component import Side, Size, check_size, size_key, size_text
 
 
@@ -70,7 +71,7 @@ def load_vae_config(source: VaeConfig | Mapping[str, Any] | str | Path) -> VaeCo
     """Load a configuration from a file or a mapping. Raises ConfigError."""
     if isinstance(source, VaeConfig):
         return source
-    return from_mapping(VaeConfig, source if isinstance(source, Mapping) else read_mapping(Path(source)))
+    return from_mapping(VaeConfig, source if isinstance(source, Mapping) else read_mapping(user_path(source)))
 
 
 def check_spec(name: str, spec: EngineSpec, precisions: Collection[str] = ()) -> None:
@@ -88,7 +89,7 @@ def why_no_engine(config: VaeConfig, side: Side, size: Size) -> str | None:
     files = config.trt_vae_config
     try:
         check_size(size)
-        if not files.multi_profile and Path(files.trt_engine_path).is_dir():
+        if not files.multi_profile and user_path(files.trt_engine_path).is_dir():
             engine_file(files, side, size)
     except ConfigError as error:
         return str(error)
@@ -97,7 +98,7 @@ def why_no_engine(config: VaeConfig, side: Side, size: Size) -> str | None:
 
 def engine_file(config: TrtVaeConfig, side: Side, size: Size) -> Path:
     """Return the engine file of one side and size. Raises ConfigError if there is none."""
-    root = Path(config.trt_engine_path)
+    root = user_path(config.trt_engine_path)
     if root.is_file():
         if "encoder" not in root.name:
             raise ConfigError(f"trt_engine_path: expected a folder or an encoder's file, got {root.name}")

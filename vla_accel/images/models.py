@@ -15,6 +15,7 @@ from torch import nn
 
 from vla_accel.config.mapping import read_mapping
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, nearest, unknown
+from vla_accel.files import user_path
 
 _SD_VAE = {
     "block_out_channels": (128, 256, 512, 512),
@@ -96,8 +97,8 @@ def load_model(
     names = [name for name, (kind, _) in CONFIGS.items() if kind in kinds]
     if str(source) in names:
         return random_model(str(source), dtype=dtype, device=device)
-    folder, kind = Path(source), CONFIGS.get(str(source), (None,))[0]
-    if folder.exists() or str(source).startswith((".", "/")):
+    folder, kind = user_path(source), CONFIGS.get(str(source), (None,))[0]
+    if folder.exists() or str(source).startswith((".", "/", "~")):
         found = folder / "config.json"
         if not found.is_file():
             raise CheckpointError(f"model folder {folder}: expected a config.json, found none")
@@ -106,7 +107,7 @@ def load_model(
         expected = f"one of {', '.join((*names, *also))}, or the folder of a diffusers model"
         got = f"neither{nearest(source, (*names, *also))}" if kind is None else f"the class {kind}"
         raise CheckpointError(f"model {source}: expected {expected}, got {got}")
-    model = from_folder(str(kind), source, "model", dtype=dtype)
+    model = from_folder(str(kind), folder, "model", dtype=dtype)
     return model.to(device, non_blocking=True).eval().requires_grad_(False)
 
 

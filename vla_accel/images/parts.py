@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vla_accel.config import EngineSpec
 from vla_accel.errors import CheckpointError, ConfigError, nearest
+from vla_accel.files import user_path
 from vla_accel.images.models import diffusers_module, from_folder, random_stable_diffusion
 from vla_accel.images.native_unet import TRAIN_TIMESTEPS
 
@@ -25,7 +26,7 @@ _SCHEDULER_PARTS = ("init_noise_sigma", "scale_model_input", "order")
 
 def unet_engine_file(folder: str | Path) -> Path:
     """Return the path of the engine that `build-unet` builds for a model."""
-    return Path(folder) / "unet" / "trt" / "unet.trt"
+    return user_path(folder) / "unet" / "trt" / "unet.trt"
 
 
 def found_unet_file(folder: str | Path, spec: EngineSpec) -> Path | None:
@@ -116,8 +117,8 @@ def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) 
     """Load a diffusers `StableDiffusionPipeline` without its safety checker; `folder` may be a name of `RANDOM`."""
     if folder in RANDOM:
         return random_stable_diffusion(tiny=RANDOM[str(folder)], dtype=dtype, device=device)
-    path = Path(folder)
-    if path.is_dir() or str(folder).startswith((".", "/")):
+    path = user_path(folder)
+    if path.is_dir() or str(folder).startswith((".", "/", "~")):
         if not (path / "model_index.json").is_file():
             raise CheckpointError(f"Stable Diffusion folder {path}: expected a model_index.json, found none")
     elif str(folder).count("/") != 1:
@@ -125,7 +126,7 @@ def load_parts(folder: str | Path, *, device: torch.device, dtype: torch.dtype) 
             f"Stable Diffusion: expected a diffusers folder, or owner/name of one on the hub, got {str(folder)!r}"
         )
     unchecked: dict[str, Any] = {"safety_checker": None, "requires_safety_checker": False}
-    return from_folder("StableDiffusionPipeline", folder, "Stable Diffusion", dtype=dtype, **unchecked).to(device)
+    return from_folder("StableDiffusionPipeline", path, "Stable Diffusion", dtype=dtype, **unchecked).to(device)
 
 
 def diffusers_call(parts: Any, request: Any, image: Tensor | None, **components: Any) -> Callable[..., np.ndarray]:

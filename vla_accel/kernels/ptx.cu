@@ -49,6 +49,11 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 // of the chain writes.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+__device__ __forceinline__ u16 ld_shared_u16(u32 address) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ uint4 ld_shared_v4(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
@@ -335,6 +340,25 @@ __device__ __forceinline__ float widen_f16(u16 v) {
   float f;
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
   return f;
+}
+// Byte i of the result is the byte of (high, low) that the lower three bits of nibble i of SELECTOR name; or, if the
+// nibble's highest bit is set, eight copies of that byte's sign.
+template <u32 SELECTOR>
+__device__ __forceinline__ u32 permute_bytes(u32 low, u32 high) {
+  u32 v;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "n"(SELECTOR));
+  return v;
+}
+// Of two BF16 numbers each (Hopper).
+__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
+  u32 v;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+__device__ __forceinline__ u32 sub_bf16x2(u32 a, u32 b) {
+  u32 v;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
 }
 // Values beyond ±448 become ±448.
 __device__ __forceinline__ u16 pack_e4m3x2(float low, float high) {

@@ -13,9 +13,10 @@ from vla_accel.kernels import nvrtc
 from vla_accel.numeric import round_up
 
 _BYTES, _ALIGNMENT = 128, 64
-# CUtensorMapDataType; FP8 travels as bytes.
-_KINDS = {torch.bfloat16: 9, torch.float16: 6, torch.float8_e4m3fn: 0}
-_NO_INTERLEAVING, _SWIZZLE_128, _ZEROS_OUTSIDE = 0, 3, 0
+# CUtensorMapDataType; FP8 and INT8 travel as bytes.
+_KINDS = {torch.bfloat16: 9, torch.float16: 6, torch.float8_e4m3fn: 0, torch.int8: 0}
+_NO_INTERLEAVING, _ZEROS_OUTSIDE = 0, 0
+_SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of a box's rows
 _PROMOTIONS = {128: 2, 256: 3}  # CUtensorMapL2promotion
 
 
@@ -26,11 +27,11 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(x: Tensor, box: tuple[int, ...], promotion: Literal[128, 256] = 256) -> TensorMap:
-    """A map of a tensor. Its boxes arrive with swizzled rows of 128 bytes, and zeros for what lies outside.
+    """A map of a tensor. Its boxes arrive with swizzled rows of 64 or 128 bytes, and zeros for what lies outside.
 
     Args:
-        x: up to five dimensions, the last contiguous, of BF16, FP16 or FP8, at a multiple of 16 bytes.
-        box: elements of a box by dimension of `x`: 128 bytes of the last one, at most 256 elements of the others.
+        x: up to five dimensions, the last contiguous, of BF16, FP16, FP8 or INT8, at a multiple of 16 bytes.
+        box: elements of a box by dimension of `x`: 64 or 128 bytes of the last one, at most 256 elements of the others.
         promotion: bytes that the L2 cache fetches at once.
 
     Raises:
@@ -53,7 +54,7 @@ def _encoded(
     aligned = round_up(ctypes.addressof(memory), _ALIGNMENT)
     status = driver.cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned), _KINDS[dtype], ctypes.c_uint32(rank), ctypes.c_void_p(address), sizes, pitches, boxes,
-        steps, _NO_INTERLEAVING, _SWIZZLE_128, _PROMOTIONS[promotion], _ZEROS_OUTSIDE,
+        steps, _NO_INTERLEAVING, _SWIZZLES[box[-1] * size], _PROMOTIONS[promotion], _ZEROS_OUTSIDE,
     )  # fmt: skip
     nvrtc.check_driver(status, f"tensor map of {shape} {dtype}")
     return TensorMap.from_buffer_copy(ctypes.string_at(aligned, _BYTES))

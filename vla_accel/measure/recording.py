@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.errors import ObservationError
-from vla_accel.files import replacing
+from vla_accel.files import replacing, user_path
 
 RECORDED = "recorded ones as vla_accel.measure.recording.save_observations writes them"
 """For who is asked for such a file and does not know how to get one."""
@@ -33,7 +33,7 @@ def save_observations(observations: Sequence[Mapping[str, Any]], path: str | Pat
                 raise ObservationError(f"recording {path}: observation {number}: {key}: expected shape {expected}, as "
                                        f"in the first, got {found}; what differs needs a file of its own")  # fmt: skip
     columns = {key: np.stack([row[key] for row in rows]) for key in first}
-    with replacing(Path(path)) as temporary, temporary.open("wb") as file:
+    with replacing(user_path(path)) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, **columns)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ import contextlib
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -30,6 +30,7 @@ from vla_accel.nn.weights import product_of, with_norm
 from vla_accel.progress import shown
 
 N = TypeVar("N", bound=Network)
+P = TypeVar("P", bound=PrefixNetwork)
 
 
 @torch.no_grad()
@@ -45,7 +46,7 @@ def calibrate(model: PrefixNetwork, inputs: Sequence[Sequence[Any]], source: str
         DependencyError: ModelOpt is missing.
         CheckpointError: there are no observations, or a product saw nothing finite.
     """
-    return measured_scales(_Prefix(model), inputs, source)
+    return measured_scales(PrefixMeasuring(model), inputs, source)
 
 
 @torch.no_grad()
@@ -110,7 +111,7 @@ class Measuring(ABC, Generic[N]):
         return results
 
 
-class _Prefix(Measuring[PrefixNetwork]):
+class PrefixMeasuring(Measuring[P]):
     """Vision and prefix."""
 
     def products(self) -> list[str]:
@@ -120,18 +121,9 @@ class _Prefix(Measuring[PrefixNetwork]):
         return self.model.config.vision.depth + self.model.config.prefix.depth
 
     def run(self, inputs: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        model, vision, prefix = self.model, self.model.config.vision, self.model.config.prefix
-        with model.present("vision.patch_embedding", "vision.position_embedding"):
-            embed, wide = model.vision.embed, model.vision.patch_embedding.weight.dtype
-            made = (pixels(images, maps[0] if maps else None, wide) for images, _, _, *maps in inputs)
-            rows = [embed(one) for one in made]
-        for index in range(vision.depth):
-            rows = self.through(f"vision.layers.{index}", vision.block, [(x, None, None) for x in rows])
-            yield
-        others = [name for name in ("projector", "embed", "state_proj") if hasattr(model, name)]
-        with model.present("vision.post_layernorm", *others):
-            features = (reference.layer_norm(x, model.vision.post_layernorm) for x in rows)
-            tokens = (model.project(x).flatten(0, 1)[None] for x in features)
+        model, prefix = self.model, self.model.config.prefix
+        tokens = yield from self.image_tokens(inputs)
+        with model.present(*(name for name in ("embed", "state_proj") if hasattr(model, name))):
             stacks = [model.prefix_rows(x, t[None], s[None]) for x, (_, t, s, *_) in zip(tokens, inputs, strict=True)]
         rows, ropes = [x for x, _, _ in stacks], [model.prefix.rope(x, positions) for x, positions, _ in stacks]
         masks = [mask for _, _, mask in stacks]
@@ -140,6 +132,26 @@ class _Prefix(Measuring[PrefixNetwork]):
             given = list(zip(rows, ropes, masks, strict=True))
             rows = self.through(f"prefix.layers.{index}", prefix.block(), given, keys_values_only=last)
             yield
+
+    def image_tokens(self, inputs: Sequence[Sequence[Tensor]]) -> Generator[None, None, list[Tensor]]:
+        """Measure vision; yields after each block. Returns the image tokens (1, I, W) of each observation."""
+        model, rows = self.model, list[Tensor]()
+        for rows in self.vision(inputs):  # noqa: B007 - the last block's
+            yield
+        with model.present("vision.post_layernorm", *(["projector"] if hasattr(model, "projector") else [])):
+            features = (reference.layer_norm(x, model.vision.post_layernorm) for x in rows)
+            return [model.project(x).flatten(0, 1)[None] for x in features]
+
+    def vision(self, inputs: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+        """Measure the blocks of vision; yields the rows (V, T, W) of each observation after each block."""
+        model, vision = self.model, self.model.config.vision
+        with model.present("vision.patch_embedding", "vision.position_embedding"):
+            embed, wide = model.vision.embed, model.vision.patch_embedding.weight.dtype
+            made = (pixels(images, maps[0] if maps else None, wide) for images, _, _, *maps in inputs)
+            rows = [embed(one) for one in made]
+        for index in range(vision.depth):
+            rows = self.through(f"vision.layers.{index}", vision.block, [(x, None, None) for x in rows])
+            yield rows
 
 
 def folded_block(model: Network, name: str, block: Block, *, keys_values_only: bool = False) -> TransformerBlock:
@@ -151,7 +163,9 @@ def folded_block(model: Network, name: str, block: Block, *, keys_values_only: b
         made = TransformerBlock(block).requires_grad_(False).eval()
     names, norm_of = block.names, {block.names.qkv: block.names.norm, block.names.up: block.names.mlp_norm}
     for part, module in list(made.named_children()):
-        if keys_values_only and part not in (names.qkv, names.norm):
+        if part in ("q_norm", "k_norm"):  # of heads, and folded into nothing
+            module.weight = _parameter(model.weight(f"{name}.{part}.weight"))
+        elif keys_values_only and part not in (names.qkv, names.norm):
             delattr(made, part)
         elif isinstance(module, nn.Linear):
             weight, bias = product_of(model, f"{name}.{part}", block)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_accel.errors import ConfigError
 from vla_accel.kernels import reference
+from vla_accel.kernels.attention.maps import Windows, by_channel, by_window
 
 Size = tuple[int, int]
 """Height and width."""
@@ -74,32 +74,6 @@ class DavitConfig:
         return found
 
 
-@dataclass(frozen=True)
-class Windows:
-    """A map cut into windows, with padding on the right and below.
-
-    Attributes:
-        pixels: The pixel of each row in order of windows, int64 (windows, window * window); `height * width` for
-            padding.
-        places: The row of each pixel in that order, int64 (height * width,).
-    """
-
-    pixels: Tensor
-    places: Tensor
-
-    @classmethod
-    def of(cls, size: Size, window: int, device: torch.device) -> Windows:
-        """Return the windows of a map of `size`."""
-        height, width = size
-        pixels = torch.arange(height * width, device=device).view(size)
-        pixels = F.pad(pixels, (0, -width % window, 0, -height % window), value=height * width)
-        pixels = pixels.unflatten(1, (-1, window)).unflatten(0, (-1, window)).transpose(1, 2).flatten(2).flatten(0, 1)
-        rows, columns = (torch.arange(side, device=device) for side in size)
-        windows = (rows // window)[:, None] * -(-width // window) + columns // window
-        inside = (rows % window)[:, None] * window + columns % window
-        return cls(pixels, (windows * window**2 + inside).flatten())
-
-
 class Half(nn.Module):
     """A residual branch after a depthwise convolution: x += conv(x), then x += branch(norm(x))."""
 
@@ -128,25 +102,10 @@ class AttentionHalf(Half):
         x, h = self.enter(x, size)
         qkv = self.qkv_proj(h)
         if self.window is None:
-            return x + self.out_proj(channel_attention(qkv, self.stage.groups))
-        return x + self.out_proj(self.by_window(qkv, size, self.window))
-
-    def by_window(self, qkv: Tensor, size: Size, window: int) -> Tensor:
-        """Attention within each window. Florence-2 pads normed rows with zeros and does not mask them: their queries,
-        keys and values are the bias."""
-        windows, heads = Windows.of(size, window, qkv.device), self.stage.heads
-        assert self.qkv_proj.bias is not None
-        padded = torch.cat((qkv, self.qkv_proj.bias.expand(len(qkv), 1, -1)), 1)
-        q, k, v = padded[:, windows.pixels].flatten(0, 1).unflatten(-1, (3, heads, -1)).unbind(2)
-        attended = reference.attention(q, k, v, None).flatten(2).view(len(qkv), windows.pixels.numel(), -1)
-        return attended[:, windows.places]
-
-
-def channel_attention(qkv: Tensor, groups: int) -> Tensor:
-    """Attention of a group's channels to each other, over all pixels. qkv (N, pixels, 3 W) to (N, pixels, W)."""
-    q, k, v = qkv.unflatten(-1, (3, groups, -1)).permute(2, 0, 3, 4, 1)
-    weights = (q @ k.transpose(-1, -2) * qkv.shape[1] ** -0.5).softmax(-1)
-    return (weights @ v).permute(0, 3, 1, 2).flatten(2)
+            return x + self.out_proj(by_channel(qkv, self.stage.groups))
+        # Florence-2 pads normed rows with zeros, so the products of padding are the bias.
+        windows = Windows(*size, self.window)
+        return x + self.out_proj(by_window(qkv, self.qkv_proj.bias, windows, self.stage.heads))
 
 
 class MlpHalf(Half):

@@ -6,8 +6,8 @@ the loop runs it, so that its weights come from memory and not from the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,16 +57,16 @@ class KernelChoices:
 
     def product(
         self, kind: str, sizes: GemmSizes, run: Callable[[], object], *, every_backend: bool = False,
-        moments: Callable[[int], Moments] | None = None,
+        moments: Callable[[int], Moments | None] | None = None,
     ) -> None:  # fmt: skip
         """Choose the config of a product.
 
         Args:
             run: runs the product in all layers with the current choices.
             every_backend: whether to measure cuBLAS and the Hopper GEMM as well, for many rows. The product must read
-                or write moments.
-            moments: allocates the moments that the product writes, in tiles of so many columns. Products of `Skinny`
-                write none.
+                or write moments, or have weights of one byte, which cuBLAS does not take.
+            moments: allocates the moments that the product writes, in tiles of so many columns, or returns None if
+                these do not fit. Products of `Skinny` write none before `few_rows_moments`.
         """
         gpu = current(self.device).gpu
 
@@ -85,6 +85,36 @@ class KernelChoices:
         if others:
             among(f"{sizes}, {best}, without Triton", [best, *others])
 
+    def few_rows_moments(
+        self, products: Mapping[str, tuple[GemmSizes, Callable[[int], Moments | None]]], run: Callable[[], object]
+    ) -> None:
+        """Choose whether products of `Skinny` write moments as well, so that those after them do not compute these.
+
+        Args:
+            products: by kind, those whose output is normed, as of `product`.
+            run: runs all products in all layers with the current choices.
+        """
+        plain, written = {}, {}
+        for kind, (sizes, moments) in products.items():
+            choice = self[kind]
+            if isinstance(choice.config, Skinny):
+                made = moments(gemm_config.moments_columns(sizes, choice.config))
+                plain[kind], written[kind] = choice, replace(choice, moments=made)
+        if not plain:
+            return
+        ways = {"computed": plain, "written": written}
+
+        def run_with(way: str) -> None:
+            self.chosen |= ways[way]
+            run()
+
+        what = ", ".join(f"{kind} of {products[kind][0]}, {choice.config}" for kind, choice in plain.items())
+        with self.chain.resumed():
+            found = measure(f"moments after {what}", list(ways), run_with, self.device, 1)
+        self.chosen |= ways[found.config]
+        if found.times:
+            self._measured["moments"] = found.config
+
     def attention(self, kind: str, sizes: SuffixShape, run: Callable[[], object]) -> None:
         """Choose the config of `suffix_attention`. `run`: as of `product`."""
         configs = attention_config.key_splits(current(self.device).gpu, sizes)
@@ -94,6 +124,10 @@ class KernelChoices:
     def crossing(self, kind: str, sizes: CrossShape, run: Callable[[], object]) -> None:
         """Choose the config of `cross_attention`. `run`: as of `product`."""
         choices = [Choice(config) for config in attention_config.cross_tiles(current(self.device).gpu, sizes)]
+        self._choose(kind, str(sizes), choices, run, 1)
+
+    def way(self, kind: str, sizes: object, choices: Sequence[Choice], run: Callable[[], object]) -> None:
+        """Choose how several ops of a layer run, for example as one kernel or apart. `run`: as of `product`."""
         self._choose(kind, str(sizes), choices, run, 1)
 
     def _choose(self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int) -> Any:

@@ -183,11 +183,18 @@ class LayerLoop(ABC):
 
     def choose_products(self, inputs: Inputs) -> None:
         """Choose the kernels of the products. Only Triton's support pinned rows."""
-        for name, product in self.products().items():
-            scaled = None if self.pinned is not None else self.next_scaled.get(name)
-            moments = None if scaled is None else partial(Moments.like, self.x, scaled=scaled)
-            run = partial(product.run, inputs)
+        products, normed = self.products(), {}
+        for name, product in products.items():
+            run, moments = partial(product.run, inputs), self.moments_of(name)
             self.choices.product(name, product.sizes, run, moments=moments, every_backend=self.pinned is None)
+            if moments is not None:
+                normed[name] = product.sizes, moments
+        self.choices.few_rows_moments(normed, lambda: [product.run(inputs) for product in products.values()])
+
+    def moments_of(self, name: str) -> Callable[[int], Moments | None] | None:
+        """What allocates the moments that a product writes (`KernelChoices.product`); None if it writes none."""
+        scaled = None if self.pinned is not None else self.next_scaled.get(name)
+        return None if scaled is None else partial(Moments.like, self.x, scaled=scaled)
 
 
 class CachedLoop(LayerLoop):

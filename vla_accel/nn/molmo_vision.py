@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -88,12 +89,16 @@ class MolmoVision(nn.Module):
         return embedded + self.position_embedding.to(embedded.dtype)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        config = self.config
         x, found = self.embed(pixels).to(self.layers[0].qkv_proj.weight.dtype), {}  # type: ignore[union-attr,arg-type]
         for index, layer in enumerate(self.layers):
             x = layer(x)
-            if index in config.levels:
+            if index in self.config.levels:
                 found[index] = x
+        return self.squares(found)
+
+    def squares(self, found: Mapping[int, Tensor]) -> Tensor:
+        """Join the outputs (N, tokens, width) of the blocks `levels`, by squares of patches."""
+        config = self.config
         features = torch.cat([found[level] for level in config.levels], -1)
         over = _POOL * config.squares - config.side
         features = F.pad(features.unflatten(1, (config.side, config.side)), (0, 0, 0, over, 0, over))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.choice import choose
 from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.attention.ops import attend
+from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.choice import products_by
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
@@ -85,22 +87,28 @@ class NativeBart:
         self.attention = choose(attention, sizes, current(self.x.device))
         first = weights.layers[0]
         kinds = {"qkv": first.qkv, "out": first.out, "fc1": first.up, "fc2": first.down}
-        text, _ = products_by(
+        text, early = products_by(
             rows, {n: (w, Activation.GELU_ERF if w is first.up else Activation.NONE) for n, w in kinds.items()}
         )
         self.detail = f"fused ops, {self.x.dtype}, {self.attention.detail}{text}"
+        self.chain = Chain(current(self.x.device).gpu, early)
 
     def run(self) -> None:
         """Enqueue the encoder."""
+        with self.chain:
+            self._run()
+
+    def _run(self) -> None:
         self._norm(self.positions, self.weights.norm)
-        for layer in self.weights.layers:
-            gemm(self.x, layer.qkv, self.qkv)
+        for layer, following in zip_longest(self.weights.layers, self.weights.layers[1:]):
+            gemm(self.x, layer.qkv, self.qkv, Epilogue(ahead=layer.up.ahead))
             rows = self.batch, len(self.weights.positions)
             q, k, v = self.qkv.view(*rows, 3, self.config.heads, -1).unbind(2)
             attend(self.attention.backend, q, k, v, self.context.view(*rows, -1), None, tile=self.attention.tile)
-            gemm(self.context, layer.out, self.y)
+            gemm(self.context, layer.out, self.y, Epilogue(ahead=layer.down.ahead))
             self._norm(self.y, layer.norms[0])
-            gemm(self.x, layer.up, self.hidden, Epilogue(activation=Activation.GELU_ERF), workspace=(self.hidden,))
+            up = Epilogue(activation=Activation.GELU_ERF, ahead=following and following.qkv.ahead)
+            gemm(self.x, layer.up, self.hidden, up, workspace=(self.hidden,))
             gemm(self.hidden, layer.down, self.y)
             self._norm(self.y, layer.norms[1])
 

@@ -1,12 +1,13 @@
 """DaViT's stages in fused operations.
 
 Exact savings: the bias of a branch's last product is added by the convolution before it, so that the product adds to
-the rows in place; windows are gathered after the products, so that padding has none.
+the rows in place; windows are read from the rows of all products, so that padding has none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -15,14 +16,18 @@ from torch.nn import functional as F
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.choice import Choice, choose
 from vla_accel.kernels.attention.config import AttentionShape
+from vla_accel.kernels.attention.maps import Windows, channel_attention, unwindowed, window_attention, windowed
 from vla_accel.kernels.attention.ops import attend
-from vla_accel.kernels.gemm.choice import products_by
+from vla_accel.kernels.chain import Chain
+from vla_accel.kernels.gemm.choice import has_hopper_gemm, products_by
+from vla_accel.kernels.gemm.config import known
 from vla_accel.kernels.gemm.epilogue import Epilogue
+from vla_accel.kernels.gemm.hopper import HopperTile
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.image import ops
 from vla_accel.kernels.image.depthwise import Depthwise, depthwise_norm
-from vla_accel.nn.davit import DavitConfig, Size, Stage, Windows, channel_attention
+from vla_accel.nn.davit import DavitConfig, Size, Stage
 from vla_accel.nn.network import Network
 from vla_accel.nn.weights import Affine
 from vla_accel.runtime import current
@@ -78,72 +83,91 @@ class StageWeights:
 
 
 class StageProgram:
-    """A stage on maps of a size. The rows are in `x` after a call, (N, H, W, C)."""
+    """A stage on maps of a size. The rows are in `x` after a call, (N, H, W, C).
+
+    Attention by windows has a kernel of its own, which a library's backend replaces if it is requested by name.
+    """
 
     def __init__(self, weights: StageWeights, config: DavitConfig, size: Size, images: int, attention: str) -> None:
         self.weights, stage, device = weights, weights.stage, weights.conv.device
-        self.images, self.size, (height, width) = images, size, size
+        self.images, (height, width) = images, size
         dtype = weights.conv.dtype
-
-        def buffer(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=dtype, device=device)
-
-        self.x, self.y, self.h = (buffer(images, height, width, stage.width) for _ in range(3))
+        self.x, self.y, self.h = (
+            torch.empty(images, height, width, stage.width, dtype=dtype, device=device) for _ in range(3)
+        )
         self.rows = images * height * width
-        self.hidden = buffer(self.rows * max(3, config.expansion) * stage.width)
-        # Behind an image's rows the bias, which is what padding has for queries, keys and values.
-        self.qkv = buffer(images, height * width + 1, 3 * stage.width)
-        windows = Windows.of(size, config.window, device)
-        self.pixels, self.places = windows.pixels.flatten(), windows.places
-        count, inside = windows.pixels.shape
-        self.windows = buffer(images * count, inside, 3, stage.heads, stage.width // stage.heads)
-        self.context = buffer(images * count, inside, stage.width)
+        self.hidden = self.x.new_empty(self.rows * max(3, config.expansion) * stage.width)
+        self.windows = Windows(height, width, config.window)
+        self.attention = self._choose_attention(attention)
+        attending, mlp = weights.halves[:2]
+        products = {
+            "qkv": (attending.first, Activation.NONE), "out": (attending.last, Activation.NONE),
+            "fc1": (mlp.first, Activation.GELU_ERF), "fc2": (mlp.last, Activation.NONE),
+        }  # fmt: skip
+        self.products, early = products_by(self.rows, products)
+        self.chain = Chain(current(device).gpu, early)
+        self.adding = [self._tile(half.last) for half in (attending, mlp)]
+
+    def _choose_attention(self, requested: str) -> Choice:
+        """The backend of attention by windows."""
+        if requested in ("auto", "own"):
+            return Choice("own", "attention own (windows)")
+        stage, count, inside = self.weights.stage, self.windows.down * self.windows.across, self.windows.side**2
+        heads, dim = stage.heads, stage.width // stage.heads
         shape = AttentionShape(
-            len(self.windows), inside, inside, stage.heads, stage.heads, stage.width // stage.heads, dtype,
-            padded=False, quantised=False,
-        )  # fmt: skip
-        self.attention: Choice = choose(attention, shape, current(device))
-        firsts = zip(("qkv", "fc1"), weights.halves, (Activation.NONE, Activation.GELU_ERF), strict=False)
-        self.products, _ = products_by(self.rows, {name: (half.first, kind) for name, half, kind in firsts})
+            self.images * count, inside, inside, heads, heads, dim, self.x.dtype, padded=False, quantised=False
+        )
+        return choose(requested, shape, current(self.x.device))
+
+    def _tile(self, product: Linear) -> HopperTile | None:
+        """The config of a product that adds to the rows, if the Hopper GEMM runs it."""
+        if not has_hopper_gemm(self.rows, product, Activation.NONE):
+            return None
+        weight = product.weight
+        return known(weight.device, weight.dtype, Activation.NONE, self.rows, *weight.shape)
 
     def __call__(self, image: Tensor) -> Tensor:
         """Enqueue the stage on a map (N, H, W, C)."""
         w, stage = self.weights, self.weights.stage
         if stage.norm_first:
             _, image = ops.add_layer_norm(image, None, None, *w.norm, _EPS)
-        made = ops.conv(image, w.conv, stage.stride, stage.padding) + w.bias
+        made = ops.conv(image, w.conv, stage.stride, stage.padding)
+        torch.add(made, w.bias, out=self.x)
         if not stage.norm_first:
-            _, made = ops.add_layer_norm(made, None, None, *w.norm, _EPS)
-        self.x.copy_(made)
-        for index, half in enumerate(w.halves):
-            depthwise_norm(self.x, half.conv, self.y, self.h, eps=_EPS)
-            self.x, self.y = self.y, self.x
-            rows, h = self.x.view(-1, stage.width), self.h.view(-1, stage.width)
-            if index % 2:
-                hidden = self.columns(len(half.first.weight))
-                gemm(h, half.first, hidden, Epilogue(activation=Activation.GELU_ERF), workspace=(hidden,))
-                add = hidden
-            else:
-                add = self.attend(h, half.first, by_window=index % 4 == 0)
-            torch.addmm(rows, add, half.last.weight.t(), out=rows)
+            self.x.copy_(ops.add_layer_norm(self.x, None, None, *w.norm, _EPS)[1])
+        with self.chain:
+            for index, (half, following) in enumerate(zip_longest(w.halves, w.halves[1:])):
+                self._half(index, half, following)
         return self.x
 
-    def columns(self, count: int) -> Tensor:
-        """The buffer of a first product, (rows, count)."""
-        return self.hidden[: self.rows * count].view(self.rows, count)
+    def _half(self, index: int, half: HalfWeights, following: HalfWeights | None) -> None:
+        """Enqueue half of a block: attention by windows, an MLP, attention by channels, an MLP. `following`: the next
+        half, whose products are fetched ahead."""
+        depthwise_norm(self.x, half.conv, self.y, self.h, eps=_EPS)
+        self.x, self.y = self.y, self.x
+        rows, add = (tensor.view(self.rows, -1) for tensor in (self.x, self.h))
+        hidden = self.hidden[: self.rows * len(half.first.weight)].view(self.rows, -1)
+        ahead = following and following.first.ahead
+        if index % 2:
+            gemm(add, half.first, hidden, Epilogue(activation=Activation.GELU_ERF, ahead=ahead), workspace=(hidden,))
+            add = hidden
+        else:
+            gemm(add, half.first, hidden, Epilogue(ahead=ahead))
+            self._attend(hidden.view(self.images, -1, hidden.shape[1]), half.first, by_windows=index % 4 == 0)
+        if tile := self.adding[index % 2]:
+            gemm(add, half.last, rows, Epilogue(residual=True, ahead=following and following.last.ahead), config=tile)
+        else:
+            torch.addmm(rows, add, half.last.weight.t(), out=rows)
 
-    def attend(self, h: Tensor, product: Linear, *, by_window: bool) -> Tensor:
-        """Enqueue attention, up to its last product."""
-        stage = self.weights.stage
-        qkv = self.columns(3 * stage.width)
-        gemm(h, product, qkv)
-        qkv = qkv.view(self.images, -1, 3 * stage.width)
-        if not by_window:
-            return channel_attention(qkv, stage.groups).reshape(len(h), -1)
+    def _attend(self, qkv: Tensor, product: Linear, *, by_windows: bool) -> None:
+        """Enqueue attention of rows (N, pixels, 3 C) into `h`."""
+        stage, out = self.weights.stage, self.h.view(self.images, -1, self.weights.stage.width)
+        if not by_windows:
+            return channel_attention(qkv, out, stage.groups)
         assert product.bias is not None
-        self.qkv[:, :-1] = qkv
-        self.qkv[:, -1] = product.bias.to(qkv.dtype)
-        torch.index_select(self.qkv, 1, self.pixels, out=self.windows.view(self.images, -1, 3 * stage.width))
-        q, k, v = self.windows.unbind(2)
-        attend(self.attention.backend, q, k, v, self.context, None, tile=self.attention.tile)
-        return self.context.view(self.images, -1, stage.width).index_select(1, self.places).view(len(h), -1)
+        if self.attention.backend == "own":
+            return window_attention(qkv, product.bias, out, self.windows, stage.heads)
+        q, k, v = windowed(qkv, product.bias, self.windows, stage.heads)
+        context = q.new_empty(*q.shape[:2], stage.width)
+        attend(self.attention.backend, q, k, v, context, None, tile=self.attention.tile)
+        out.copy_(unwindowed(context, self.windows, self.images))

@@ -1,13 +1,13 @@
-"""The stacks of `nn.wan` in fused ops: the video's rows once, and the actions' in every step. Ten kernels in a block.
+"""The stacks of `nn.wan` in fused ops: the video's rows once, and the actions' in every step. Eight kernels in a block.
 
 Exact savings: the video's modulation is in the weights, that of actions in tables, one a step; keys and values of text
-are one product of all blocks of a stack; the first products read keys and values of the video where it wrote them.
+are one product of all blocks of a stack; actions read keys and values of the video where it wrote them.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,23 +15,24 @@ import torch
 from torch import Tensor
 
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.config import SuffixShape
-from vla_accel.kernels.attention.ops import attention
-from vla_accel.kernels.attention.suffix import Prefix, suffix_attention
+from vla_accel.kernels.attention.config import NormedShape, normed_tiles
+from vla_accel.kernels.attention.normed import HeadsNorm, Keys, normed_attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.config import gemm_sizes
-from vla_accel.kernels.gemm.epilogue import Epilogue, Heads, Norm
-from vla_accel.kernels.gemm.moments import Moments
+from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
+from vla_accel.kernels.gemm.moments import Moments, measure
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.loop.tables import LayerTables
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance, flow_step
 from vla_accel.kernels.rows.rows import NormedHeads, norm_heads
-from vla_accel.nn.kernel_choices import KernelChoices
+from vla_accel.nn.kernel_choices import Choice, KernelChoices
 from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct
 from vla_accel.nn.network import Network
+from vla_accel.nn.overlap import Overlap
 from vla_accel.nn.wan import WanConfig
 from vla_accel.nn.weights import BlockWeights, compute_dtype, fold, plain_input, weights_in
+from vla_accel.runtime import current
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class TextProgram:
         if weights.keys_values.weight_scale is not None:
             choices = KernelChoices(x.device, chain)
             sizes = gemm_sizes(self.embedded, weights.keys_values)
-            choices.product("text", sizes, lambda: self._project(**choices["text"].options))
+            choices.product("text", sizes, lambda: self._project(**choices["text"].options), every_backend=True)
             self.options = choices["text"].options
 
     def __call__(self, context: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -162,7 +163,7 @@ class TextProgram:
         gemm(self.hidden, weights.mix, self.embedded)
         self._project(**self.options)
         rows = self.both.view(len(self.both) * self.depth, -1)
-        into = NormedHeads(k=keys, v=values, k_norm=weights.k_norms)
+        into = NormedHeads(keys, values, weights.k_norms)
         norm_heads(rows, into, None, heads=self.config.heads, eps=self.config.eps, layers=self.depth)
 
     def _project(self, **options: Any) -> None:
@@ -172,7 +173,7 @@ class TextProgram:
 class WanLoop(LayerLoop):
     """The launches of a stack: attention, attention to text, and the MLP of each layer.
 
-    More buffers: `qkv` (R, 3 heads * d) and `q` (B, T, heads, d).
+    More buffers: `qkv` (R, 3 heads * d) and `text_q` (R, heads * d), before their norms.
     """
 
     weights: WanWeights
@@ -187,9 +188,13 @@ class WanLoop(LayerLoop):
         self.config, self.batch = config, batch
         cos, sin = rope
         self.rope = cos[:, 0].contiguous(), sin[:, 0].contiguous()
-        self.qkv = x.new_zeros(len(x), 3 * config.attended)
-        self.q = x.new_zeros(batch, len(x) // batch, config.heads, config.head_dim)
-        self.text_q = x.new_zeros(len(x), config.attended)
+        self.qkv, self.text_q = (x.new_zeros(len(x), parts * config.attended) for parts in (3, 1))
+        self.attended = self.context.view(batch, -1, config.heads, config.head_dim)
+        # Where a product writes no moments, its parts are measured as rows of their own.
+        self.apart = {
+            name: Moments.like(rows.view(-1, config.attended), config.attended)
+            for name, rows in (("qkv", self.qkv), ("text_q", self.text_q))
+        }
 
     # -- what the loops of video and actions define ---------------------------------------------------------------
 
@@ -199,12 +204,8 @@ class WanLoop(LayerLoop):
         return Norm(self.config.eps, sums=getattr(self.weights.layers[index], name).sums), None
 
     @abstractmethod
-    def own(self, index: int, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Where a layer's own keys and values (B, T, heads, d) go."""
-
-    @abstractmethod
-    def look(self, index: int, inputs: Inputs) -> None:
-        """Attention of the rows `q`: to `context`."""
+    def around(self, index: int, inputs: Inputs) -> tuple[Keys | None, Keys | None]:
+        """The keys that a layer's rows attend to besides their own, and where these go, (B, T, heads, d)."""
 
     # -- a layer --------------------------------------------------------------------------------------------------
 
@@ -217,25 +218,54 @@ class WanLoop(LayerLoop):
             for name, run in normed.items()
         }
 
+    def moments_of(self, name: str) -> Callable[[int], Moments | None] | None:
+        rows, attended = {"qkv": self.qkv, "text_q": self.text_q}.get(name), self.config.attended
+        if rows is None:
+            return super().moments_of(name)
+        return lambda columns: None if attended % columns else Moments.like(rows, columns)
+
+    def choose_attention(self, inputs: Inputs) -> None:
+        """Choose the configs of both attentions, with `inputs` of all layers."""
+        tokens, config, size = self.attended.shape[1], self.config, self.x.element_size()
+        prefix, _ = self.around(0, inputs)
+        for name, run, own, keys in (
+            ("attention", self._look, True, 0 if prefix is None else prefix.keys.shape[1]),
+            ("text", self._look_at_text, False, inputs["text_keys"].shape[2]),
+        ):
+            shape = NormedShape(self.batch, tokens, keys, config.heads, config.head_dim, size, own)
+            choices = [Choice(tile) for tile in normed_tiles(current(self.x).gpu, shape)]
+            self.choices.way(name, shape, choices, lambda run=run: [run(i, inputs) for i in range(self.depth)])
+
     def _attend(self, step: int, index: int, inputs: Inputs) -> None:
-        layer = self.weights.layers[index]
         self._qkv(step, index, inputs)
-        keys, values = self.own(index, inputs)
-        self._split(self.qkv, NormedHeads(self.q, keys, values, layer.q_norm, layer.k_norm), self.rope)
-        self.look(index, inputs)
+        self._look(index, inputs)
 
     def _up(self, step: int, index: int, inputs: Inputs) -> None:
         """Attention to text, then the first product of the MLP."""
         self._text_q(step, index, inputs)
-        self._split(self.text_q, NormedHeads(self.q, q_norm=self.weights.layers[index].text_q_norm), None)
-        keys, values = inputs["text_keys"][index], inputs["text_values"][index]
-        out = self.context.view(self.batch, -1, self.config.attended)
-        attention(self.q, keys, values, out, None, bias=inputs["text_bias"])
+        self._look_at_text(index, inputs)
         self._text_out(step, index, inputs)
         self._mlp_up(step, index, inputs)
 
-    def _split(self, rows: Tensor, into: NormedHeads, rope: tuple[Tensor, Tensor] | None) -> None:
-        norm_heads(rows, into, rope, heads=self.config.heads, eps=self.config.eps)
+    def _look(self, index: int, inputs: Inputs) -> None:
+        """Attention of the rows `qkv`: to `context`."""
+        layer, (prefix, cache) = self.weights.layers[index], self.around(index, inputs)
+        assert layer.q_norm is not None
+        norm = HeadsNorm(self.config.eps, layer.q_norm, layer.k_norm, self.rope)
+        self._normed_attention("qkv", norm, prefix, cache, "attention")
+
+    def _look_at_text(self, index: int, inputs: Inputs) -> None:
+        """Attention of the rows `text_q`: to `context`."""
+        norm = HeadsNorm(self.config.eps, self.weights.layers[index].text_q_norm)
+        text = Keys(inputs["text_keys"][index], inputs["text_values"][index], inputs["text_bias"])
+        self._normed_attention("text_q", norm, text, None, "text")
+
+    def _normed_attention(self, name: str, norm: HeadsNorm, prefix: Keys | None, cache: Keys | None, kind: str) -> None:
+        rows, moments = getattr(self, name), self.choices[name].moments
+        if moments is None:
+            moments = self.apart[name]
+            measure(rows.view(-1, self.config.attended), None, moments)
+        normed_attention(rows, moments, norm, self.attended, prefix, cache, self.choices[kind].config)
 
     def _qkv(self, step: int, index: int, inputs: Inputs) -> None:
         del inputs
@@ -247,9 +277,9 @@ class WanLoop(LayerLoop):
 
     def _text_q(self, step: int, index: int, inputs: Inputs) -> None:
         del step, inputs
-        layer = self.weights.layers[index]
+        layer, choice = self.weights.layers[index], self.choices["text_q"]
         norm = Norm(self.config.eps, self.choices["out"].moments, sums=layer.text_q.sums)
-        gemm(self.x, layer.text_q, self.text_q, norm=norm, **self.choices["text_q"].options)
+        gemm(self.x, layer.text_q, self.text_q, Epilogue(moments=choice.moments), norm, **choice.options)
 
     def _text_out(self, step: int, index: int, inputs: Inputs) -> None:
         del inputs
@@ -261,9 +291,19 @@ class WanLoop(LayerLoop):
         self, name: str, moments: Moments | None, out: Tensor, step: int, index: int,
         activation: Activation = Activation.NONE,
     ) -> None:  # fmt: skip
-        norm, shift = self.norm_before(step, index, name)
-        layer, options = getattr(self.weights.layers[index], name), self.choices[name].options
-        gemm(self.x, layer, out, Epilogue(shift, activation), replace(norm, moments=moments), **options)
+        (norm, shift), choice = self.norm_before(step, index, name), self.choices[name]
+        epilogue = Epilogue(shift, activation, moments=choice.moments)
+        layer = getattr(self.weights.layers[index], name)
+        gemm(self.x, layer, out, epilogue, replace(norm, moments=moments), **choice.options)
+
+
+def _empty(x: Tensor, config: WanConfig, rows: Mapping[str, tuple[int, int]]) -> Inputs:
+    """Zeros for the inputs of a loop in the dtype of x, of sequences and rows by prefix of their names."""
+    shape, found = (config.heads, config.head_dim), {}
+    for start, (batch, count) in rows.items():
+        zeros = x.new_zeros(1, batch, count, *shape).expand(config.depth, *[-1] * 4)
+        found |= {f"{start}keys": zeros, f"{start}values": zeros, f"{start}bias": x.new_zeros(batch, count).float()}
+    return found
 
 
 class VideoLoop(WanLoop):
@@ -273,13 +313,21 @@ class VideoLoop(WanLoop):
     final_norm_reads_moments = True
 
     def __init__(
-        self, weights: WanWeights, config: WanConfig, batch: int, tokens: int, rope: tuple[Tensor, Tensor]
-    ) -> None:
+        self, weights: WanWeights, config: WanConfig, batch: int, tokens: int, text_rows: int,
+        rope: tuple[Tensor, Tensor],
+    ) -> None:  # fmt: skip
         x = torch.zeros(batch * tokens, config.width, dtype=compute_dtype(weights.precision), device=rope[0].device)
         super().__init__(weights, config, 1, x, batch, rope, scaled=False)
         assert weights.last is not None
         (self.last_kv, self.last_norm), self.kv = weights.last, x.new_empty(len(x), 2 * config.attended)
+        self.overlap: Overlap | None = None
         self.choose_products({})
+        self.choose_attention(_empty(x, config, {"": (batch, tokens), "text_": (batch, text_rows)}))
+
+    def overlapped(self) -> Overlap:
+        """From now on, record an event for each layer once its keys and values are enqueued."""
+        self.overlap = Overlap(self.x.device, self.depth + 1, lambda layer: None)
+        return self.overlap
 
     def products(self) -> dict[str, LayerProduct]:
         sizes = gemm_sizes(self.x, self.last_kv, layer_norm=True)
@@ -287,12 +335,15 @@ class VideoLoop(WanLoop):
 
     def __call__(self, rows: Tensor, inputs: Inputs) -> None:
         """rows (B, T, W)."""
+        if self.overlap is not None:
+            self.overlap.begun.record()
         with self.chain:
             self.x.copy_(rows.reshape(self.x.shape))
             self._evaluate(inputs, 0)
             self._last(0, self.depth, inputs)
-            keys, values = self.own(self.depth, inputs)
-            self._split(self.kv, NormedHeads(k=keys, v=values, k_norm=self.last_norm), self.rope)
+            into = NormedHeads(inputs["keys"][self.depth], inputs["values"][self.depth], self.last_norm)
+            norm_heads(self.kv, into, self.rope, heads=self.config.heads, eps=self.config.eps)
+            self._cached(self.depth)
 
     def _last(self, step: int, index: int, inputs: Inputs) -> None:
         """Keys and values of the last block."""
@@ -300,11 +351,16 @@ class VideoLoop(WanLoop):
         norm = Norm(self.config.eps, self.moments_before(index), sums=self.last_kv.sums)
         gemm(self.x, self.last_kv, self.kv, norm=norm, **self.choices["last"].options)
 
-    def own(self, index: int, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return inputs["keys"][index], inputs["values"][index]
+    def around(self, index: int, inputs: Inputs) -> tuple[Keys | None, Keys | None]:
+        return None, Keys(inputs["keys"][index], inputs["values"][index])
 
-    def look(self, index: int, inputs: Inputs) -> None:
-        attention(self.q, *self.own(index, inputs), self.context.view(self.batch, -1, self.config.attended), None)
+    def _look(self, index: int, inputs: Inputs) -> None:
+        super()._look(index, inputs)
+        self._cached(index)
+
+    def _cached(self, index: int) -> None:
+        if self.overlap is not None:
+            self.overlap.layers[index].record()
 
     def _between(self, inputs: Inputs, actions: Tensor, state_token: Tensor | None, step: int) -> None:
         """There are no steps."""
@@ -353,35 +409,41 @@ def step_tables(
 
 class ActionLoop(WanLoop):
     """The denoise program. Inputs `noise` (B, H, A) float32, `keys`, `values`, `text_keys`, `text_values` (depth, B, S,
-    heads, d), `text_bias` (B, S) float32; output `actions` (B, H, A) float32."""
+    heads, d), `text_bias` (B, S) float32; output `actions` (B, H, A) float32.
+
+    With the `overlap` of a video, each layer of the first step waits only for its own keys and values.
+    """
+
+    overlap: Overlap | None = None
 
     def __init__(
         self, weights: WanWeights, tables: StepTables, ends: tuple[tuple[Tensor, Tensor], Linear], config: WanConfig,
-        noise: tuple[int, int, int], prefix_tokens: int,
+        noise: tuple[int, int, int], sources: tuple[int, int],
     ) -> None:  # fmt: skip
         """`ends`: weight (A, W) and bias float32 of what actions become, and the product that becomes velocities;
-        `noise`: its shape."""
+        `noise`: its shape; `sources`: rows of the video and of the context."""
         batch, horizon, actions = noise
         self.tables, self.ends, self.tokens = tables, ends, horizon
         device = ends[0][0].device
         x = torch.zeros(batch * horizon, config.width, dtype=compute_dtype(weights.precision), device=device)
         super().__init__(weights, config, len(tables.dts), x, batch, tables.rope, scaled=True)
-        self.heads = Heads(self.q, torch.zeros_like(self.q), torch.zeros_like(self.q))
         self.velocity = torch.zeros(batch * horizon, actions, device=device)
         self.unguided = torch.zeros(batch, horizon, device=device)
         self.flow = [torch.zeros(noise, device=device) for _ in range(2)]
-        self.lengths = torch.full((batch,), prefix_tokens, dtype=torch.int32, device=device)
-        sizes = SuffixShape(
-            batch, horizon, prefix_tokens, config.heads, config.heads, config.head_dim, x.element_size()
-        )
         self.choose_products({})
-        empty = x.new_zeros(1, batch, prefix_tokens, *self.q.shape[2:]).expand(self.depth, *[-1] * 4)
-        self.choices.attention("attention", sizes, lambda: self.look(0, {"keys": empty, "values": empty}))
+        self.choose_attention(_empty(x, config, {"": (batch, sources[0]), "text_": (batch, sources[1])}))
         kind = weights_in(weights.precision)
-        self.detail = f"fused ops, {kind}, {3 + 10 * self.depth} launches a step{self.choices.detail}"
+        self.detail = f"fused ops, {kind}, {3 + 8 * self.depth} launches a step{self.choices.detail}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        self.run(inputs, None, outputs["actions"])
+        overlap, actions = self.overlap, outputs["actions"]
+        if overlap is None:
+            self.run(inputs, None, actions)
+            return
+        with overlap.consumer(), self.chain:
+            self.first_step(inputs, None, actions, overlap.wait)
+        with self.chain:
+            self.other_steps(inputs, None, actions)
 
     def norm_before(self, step: int, index: int, name: str) -> tuple[Norm, Tensor | None]:
         return self.tables.norms[name][step][index]
@@ -389,13 +451,8 @@ class ActionLoop(WanLoop):
     def tables_of(self, step: int, index: int) -> LayerTables:
         return self.tables.gates[step][index] if index < self.depth else LayerTables()
 
-    def own(self, index: int, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        del index, inputs
-        return self.heads.k, self.heads.v
-
-    def look(self, index: int, inputs: Inputs) -> None:
-        prefix = Prefix(inputs["keys"][index], inputs["values"][index], self.lengths)
-        suffix_attention(self.heads, prefix, self.context, state_first=False, **self.choices["attention"].options)
+    def around(self, index: int, inputs: Inputs) -> tuple[Keys | None, Keys | None]:
+        return Keys(inputs["keys"][index], inputs["values"][index]), None
 
     def _between(self, inputs: Inputs, actions: Tensor, state_token: Tensor | None, step: int) -> None:
         del state_token

@@ -2,22 +2,23 @@
 
 Norm weights are folded into the next product (`nn.weights`). Where the kernels of both products can, a norm has no
 kernel of its own: the product before it adds to the residual and writes the moments of the new rows, and the product
-after it multiplies the rows as they are and norms its sums. Gate and up are one product with the activation inside. The
+after it multiplies the rows as they are and norms its sums. Gate and up are one product with the activation inside.
+Products bring the weights of the product after the next one to the cache, while little else is read from memory. The
 text for the ledger tells which fusions run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vla_accel.fp8 import INT8, named
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.choice import Choice, choose
-from vla_accel.kernels.attention.config import AttentionShape
+from vla_accel.kernels.attention.choice import Choice, choose, fastest_causal_tile
+from vla_accel.kernels.attention.config import AttentionShape, FlashTile
 from vla_accel.kernels.attention.ops import attend, causal_attention
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.gemm.choice import Product, is_inside, products_by
@@ -97,15 +98,16 @@ class StackPlan:
 
         quantised = [] if first is None else [p for p in first if p.weight_scale is not None]
         self.kind = named(quantised[0].weight.dtype) if quantised else str(dtype)
+        self.tile: FlashTile | None = None
         self.attention = self._choose_attention(attention, taken_by(first.out if first else None), device)
-        self.detail = "causal attention in Triton" if self.attention is None else self.attention.detail
+        tile = "" if self.tile is None else f" ({self.tile})"
+        self.detail = f"causal attention in Triton{tile}" if self.attention is None else self.attention.detail
         self.attention_norm_inside = self.mlp_norm_inside = early = False
         if first is not None:
             early = self._fuse(first, count)
         self.chain = Chain(current(device).gpu, early)
         self.x, self.y, self.h = buffer(block.width), buffer(block.width), buffer(block.width, first and first.qkv)
         self.moments, self.normed = Moments.like(self.x), Moments.of_normed(self.x, block.eps)
-        self.residual = Epilogue(residual=True, moments=self.moments)
         self.qkv = buffer(block.qkv_dim)
         self.last, self.h_mlp = self.h, self.h
         if weights.last_kv is not None:
@@ -126,12 +128,13 @@ class StackPlan:
     def _choose_attention(self, asked: str, stored: torch.dtype, device: torch.device) -> Choice | None:
         """The backend of attention; None for causal attention, which has one kernel."""
         block, rows, dtype = self.weights.block, self.rows, self.weights.dtype
-        if block.attention is Attention.CAUSAL:
-            return None
         sizes = AttentionShape(
             rows.batch, rows.tokens, rows.tokens, block.heads, block.kv_heads, block.head_dim, dtype,
             padded=rows.padded, quantised=stored != dtype, stored=stored, last=rows.state_last,
         )  # fmt: skip
+        if block.attention is Attention.CAUSAL:
+            self.tile = fastest_causal_tile(replace(sizes, padded=False), rows.together, current(device))
+            return None
         return choose(asked, sizes, current(device))
 
     def _fuse(self, first: BlockWeights, count: int) -> bool:
@@ -177,7 +180,7 @@ class StackPlan:
         for index, (weights, product) in enumerate(zip(blocks, [*following, self.weights.last_kv], strict=True)):
             self._qkv(index, weights)
             self._attend(index, weights, lengths, cache, cached)
-            self._mlp(weights)
+            self._mlp(weights, product)
             self._down(weights, product)
             after(index)
         if self.weights.last_kv is not None:
@@ -197,11 +200,12 @@ class StackPlan:
         return self.last
 
     def _qkv(self, index: int, weights: BlockWeights) -> None:
+        ahead = Epilogue(ahead=weights.up.ahead)
         if not self.attention_norm_inside or index in self.normed_outside:
-            return gemm(self.h, weights.qkv, self.qkv)
+            return gemm(self.h, weights.qkv, self.qkv, ahead)
         # The first block's rows are normed already: their moments are those of normed rows.
         x, moments = (self.x, self.moments) if index else (self.h, self.normed)
-        gemm(x, weights.qkv, self.qkv, norm=self._norm_inside(moments, weights.qkv))
+        gemm(x, weights.qkv, self.qkv, ahead, self._norm_inside(moments, weights.qkv))
 
     def _attend(
         self, index: int, weights: BlockWeights, lengths: Tensor | None, cache: Callable[[int], Pair] | None,
@@ -220,29 +224,37 @@ class StackPlan:
             if self.rope is not None:
                 rotate(self.qkv, *self.rope, block.heads, norms)
             q, keys, values = heads.split((block.heads, block.kv_heads, block.kv_heads), 2)
+        inverse_scale = weights.out.inverse_scale
         if self.attention is None:
             context = self.context.view(rows.batch, rows.tokens, -1)
-            return causal_attention(q, keys, values, context, lengths, rows.together)
+            return causal_attention(
+                q, keys, values, context, lengths, rows.together, inverse_scale=inverse_scale, tile=self.tile
+            )
         attend(
-            self.attention.backend, q, keys, values, self.context, lengths, inverse_scale=weights.out.inverse_scale,
+            self.attention.backend, q, keys, values, self.context, lengths, inverse_scale=inverse_scale,
             last=rows.state_last, tile=self.attention.tile,
         )  # fmt: skip
 
-    def _mlp(self, weights: BlockWeights) -> None:
-        """Output projection, residual, norm, and the first product of the MLP with its activation."""
-        active = Epilogue(activation=self.weights.block.activation, quantize=weights.down.inverse_scale)
+    def _mlp(self, weights: BlockWeights, following: Linear | None) -> None:
+        """Output projection, residual, norm, and the first product of the MLP with its activation. `following`: the
+        product after the MLP."""
+        active = Epilogue(
+            activation=self.weights.block.activation, quantize=weights.down.inverse_scale,
+            ahead=None if following is None else following.ahead,
+        )  # fmt: skip
+        ahead = weights.down.ahead
         if self.mlp_norm_inside:
-            gemm(self.context, weights.out, self.x, self.residual)
+            gemm(self.context, weights.out, self.x, Epilogue(residual=True, moments=self.moments, ahead=ahead))
             gemm(self.x, weights.up, self.active, active, self._norm_inside(self.moments, weights.up))
         else:
-            gemm(self.context, weights.out, self.y)
+            gemm(self.context, weights.out, self.y, Epilogue(ahead=ahead))
             self._norm(self.x, self.y, self.h_mlp, weights.up)
             gemm(self.h_mlp, weights.up, self.active, active, workspace=(self.hidden,))
 
     def _down(self, weights: BlockWeights, following: Linear | None) -> None:
         """The second product of the MLP, residual, and the norm before the product `following`."""
         if self.attention_norm_inside:
-            return gemm(self.active, weights.down, self.x, self.residual)
+            return gemm(self.active, weights.down, self.x, Epilogue(residual=True, moments=self.moments))
         gemm(self.active, weights.down, self.y)
         self._norm(self.x, self.y, self.last if following is None else self.h, following)
 

@@ -6,7 +6,8 @@ Module names are torchvision's, from `conv1` to `layer4`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,11 +18,18 @@ from torch.nn import functional as F
 from vla_accel.errors import ConfigError, unknown
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.image import ops
+from vla_accel.kernels.image.convolution import (
+    STEM_STRIDE,
+    ConvPlan,
+    convolve,
+    convolve_pixels,
+    pack_stem,
+    plan_convolution,
+)
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.kernels.image.pool import max_pool
 from vla_accel.nn.network import Network
 from vla_accel.pictures import IMAGENET_DEVIATION, IMAGENET_MEAN
-from vla_accel.runtime import current
 
 REDUCTION = 32
 """Pixels along a side of the image for one pixel of the last feature map."""
@@ -30,7 +38,9 @@ _EPS = 1e-5
 Channels = tuple[float, float, float]
 _GROUP = 16  # channels of a group, as in lerobot's Diffusion Policy
 _NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
-_LANES = 8  # channels that a library's convolution reads at a time; the three colours are padded to as many
+MapShape = tuple[int, int, int, int]
+"""Images, height, width and channels."""
+Pack = Callable[[Tensor, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
@@ -181,8 +191,8 @@ class ResNet(nn.Module):
 class Convolution(NamedTuple):
     """A convolution and the norm after it.
 
-    `weight` (O, C, kh, kw) is channels-last in memory, and has the factor of a batch norm; `shift` (O,) float32 is the
-    batch norm's shift, or None with a group norm.
+    `weight` (O, C, kh, kw) is channels-last in memory, or that of `pack_stem`, and has the factor of a batch norm;
+    `shift` (O,) float32 is the batch norm's shift, or None with a group norm.
     """
 
     weight: Tensor
@@ -190,19 +200,25 @@ class Convolution(NamedTuple):
     shift: Tensor | None = None
     norm: GroupNorm | None = None
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, *, relu: bool = True) -> Tensor:
-        """x (B, H, W, C) to the activation of the normed convolution plus `residual`."""
-        return self.normed(self.convolved(x), residual, relu=relu)
+    def plan(self, shape: MapShape) -> tuple[ConvPlan, MapShape]:
+        """Choose how maps of this shape are convolved; return it and the shape of the result."""
+        batch, height, width, _ = shape
+        plan = plan_convolution(shape, self.weight, self.stride, alone=self.norm is not None)
+        return plan, (batch, -(-height // self.stride), -(-width // self.stride), len(self.weight))
 
-    def convolved(self, x: Tensor) -> Tensor:
-        """The convolution alone."""
-        return ops.conv(x, self.weight, self.stride, self.weight.shape[2] // 2)
+    def __call__(self, x: Tensor, plan: ConvPlan, residual: Tensor | None = None, *, relu: bool = True) -> Tensor:
+        """x (B, H, W, C) to the activation of the normed convolution plus `residual`."""
+        if self.norm is not None:
+            return self.normed(convolve(x, self.weight, self.stride, plan=plan), residual, relu=relu)
+        activation = Activation.RELU if relu else Activation.NONE
+        return convolve(
+            x, self.weight, self.stride, shift=self.shift, residual=residual, activation=activation, plan=plan
+        )
 
     def normed(self, value: Tensor, residual: Tensor | None = None, *, relu: bool = True) -> Tensor:
-        """What follows the convolution."""
+        """Apply the group norm to a convolution's result."""
+        assert self.norm is not None
         activation = Activation.RELU if relu else Activation.NONE
-        if self.norm is None:
-            return ops.add_up(Sum(value, residual, self.shift), activation=activation)
         return ops.group_act(Sum(value), self.norm, activation=activation, keep=False, after=residual)[1]
 
 
@@ -212,15 +228,23 @@ class BlockConvolutions(NamedTuple):
     convolutions: tuple[Convolution, ...]
     downsample: Convolution | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y, residual = x, x if self.downsample is None else self.downsample(x, relu=False)
+    def plan(self, shape: MapShape) -> tuple[list[ConvPlan], MapShape]:
+        """As `Convolution.plan`, in the order of the calls."""
+        found = [] if self.downsample is None else [self.downsample.plan(shape)[0]]
+        for convolution in self.convolutions:
+            plan, shape = convolution.plan(shape)
+            found.append(plan)
+        return found, shape
+
+    def __call__(self, x: Tensor, plans: Iterator[ConvPlan]) -> Tensor:
+        residual = x if self.downsample is None else self.downsample(x, next(plans), relu=False)
         for convolution in self.convolutions[:-1]:
-            y = convolution(y)
-        return self.convolutions[-1](y, residual)
+            x = convolution(x, next(plans))
+        return self.convolutions[-1](x, next(plans), residual)
 
 
 class ResNetWeights(NamedTuple):
-    """A ResNet's folded weights, which compute it."""
+    """A ResNet's folded weights."""
 
     stem: Convolution
     blocks: tuple[BlockConvolutions, ...]
@@ -229,14 +253,15 @@ class ResNetWeights(NamedTuple):
     def of(cls, model: Network, name: str, config: ResNetConfig, dtype: torch.dtype) -> ResNetWeights:
         """Prepare the weights of the module `name` of a network."""
 
-        def convolution(conv: str, norm: str, stride: int) -> Convolution:
+        def convolution(conv: str, norm: str, stride: int, pack: Pack = _laid_out) -> Convolution:
             weight = model.weight(f"{name}.{conv}.weight").double()
             if config.norm == "group":
                 scale, shift = (model.weight(f"{name}.{norm}.{part}").float() for part in ("weight", "bias"))
-                group = GroupNorm(len(scale) // _GROUP, scale, shift, _EPS)
-                return Convolution(_laid_out(weight, dtype), stride, norm=group)
+                return Convolution(
+                    pack(weight, dtype), stride, norm=GroupNorm(len(scale) // _GROUP, scale, shift, _EPS)
+                )
             factor, shift = scale_of(*(model.weight(f"{name}.{norm}.{part}").double() for part in _NORM_PARTS))
-            return Convolution(_laid_out(weight * factor[:, None, None, None], dtype), stride, shift.float())
+            return Convolution(pack(weight * factor[:, None, None, None], dtype), stride, shift.float())
 
         def block(start: str, incoming: int, inner: int, stride: int) -> BlockConvolutions:
             strides: Sequence[int] = (1, stride, 1) if config.expansion > 1 else (stride, 1)
@@ -249,30 +274,47 @@ class ResNetWeights(NamedTuple):
             block(f"layer{stage}.{number}", *sizes)
             for stage, group in enumerate(config.blocks(), 1) for number, sizes in enumerate(group)
         ]  # fmt: skip
-        return cls(convolution("conv1", "bn1", 2), tuple(blocks))
+        return cls(convolution("conv1", "bn1", STEM_STRIDE, pack_stem), tuple(blocks))
+
+
+class NativeResNet:
+    """The launches of a ResNet for images of one size. The first writes `value` from pixels, as `convolve_pixels`."""
+
+    def __init__(self, weights: ResNetWeights, images: tuple[int, int], size: tuple[int, int]) -> None:
+        """`images`: batch and images of each; `size`: height and width of an image."""
+        self.weights = weights
+        stem = weights.stem.weight
+        height, width = (-(-side // STEM_STRIDE) for side in size)
+        self.value = torch.empty(*images, height, width, len(stem), dtype=stem.dtype, device=stem.device)
+        shape: MapShape = (math.prod(images), -(-height // 2), -(-width // 2), len(stem))
+        self.plans: list[ConvPlan] = []
+        for block in weights.blocks:
+            found, shape = block.plan(shape)
+            self.plans += found
 
     @property
-    def lanes(self) -> int:
-        """Channels of the pixels: the three colours, then zeros."""
-        return self.stem.weight.shape[1]
+    def detail(self) -> str:
+        """What runs the convolutions, for the ledger."""
+        own = sum(plan.tile is not None for plan in self.plans)
+        return f"{own} of {len(self.plans)} convolutions in Triton, the others the library's"
 
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Normalised pixels (B, H, W, `lanes`) to the feature map (B, h, w, channels)."""
-        fixed = current(pixels).deterministic
-        # The library measures its convolutions on a shape's first call, unless calls are to repeat bit for bit.
-        with torch.backends.cudnn.flags(enabled=True, benchmark=not fixed, deterministic=fixed, allow_tf32=True):
-            value = self.stem.convolved(pixels)
-            # A shift and ReLU keep the order of values: they may follow the maximum, and see a quarter of the pixels.
-            if self.stem.norm is None:
-                x = max_pool(value, self.stem.shift, activation=Activation.RELU)
-            else:
-                x = max_pool(self.stem.normed(value))
-            for block in self.blocks:
-                x = block(x)
+    def see(self, images: Tensor, scales: Tensor, view: slice = slice(None)) -> None:
+        """Convolve pixels: `images` (B, V, H, W, 3) and `scales` (V, 2, 3), as `convolve_pixels`, of some views."""
+        convolve_pixels(self.weights.stem.weight, images, scales, self.value[:, view])
+
+    def __call__(self) -> Tensor:
+        """Return the feature map (B * V, h, w, channels) of the pixels seen."""
+        stem, value = self.weights.stem, self.value.flatten(0, 1)
+        # A shift and ReLU keep the order of values: they may follow the maximum, and see a quarter of the pixels.
+        if stem.norm is None:
+            x = max_pool(value, stem.shift, activation=Activation.RELU)
+        else:
+            x = max_pool(stem.normed(value))
+        plans = iter(self.plans)
+        for block in self.weights.blocks:
+            x = block(x, plans)
         return x
 
 
 def _laid_out(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A convolution's weight as `kernels.image.ops.conv` takes it, with at least `_LANES` input channels."""
-    missing = max(0, _LANES - weight.shape[1])
-    return F.pad(weight, (0, 0, 0, 0, 0, missing)).to(dtype).contiguous(memory_format=torch.channels_last)
+    return weight.to(dtype).contiguous(memory_format=torch.channels_last)

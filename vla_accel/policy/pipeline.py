@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch import Tensor
 from vla_accel.config import PolicyConfig
 from vla_accel.engines import Engine, build
 from vla_accel.engines.auto import Choice
-from vla_accel.engines.graph import Captured, capture
+from vla_accel.engines.graph import SELDOM, Captured, capture, leaves_out
 from vla_accel.errors import EngineError
 from vla_accel.families.family import IMAGES, Family, Rows, Shape, Store
 from vla_accel.fp8 import Scales
@@ -36,14 +37,15 @@ from vla_accel.nn.memory import Counted
 from vla_accel.nn.network import Network
 from vla_accel.numeric import round_up
 from vla_accel.pictures import Cameras
+from vla_accel.policy.staging import ALIGNMENT, fill, host_buffer, upload
 from vla_accel.runtime import Runtime
 
 NOISE = "noise"
 """The input that is drawn on the device unless the caller passes it."""
 PREVIOUS = "previous"
 """The previous chunk (B, H, A) float32, which a warm start mixes with the noise."""
-ALIGNMENT = 256
-"""Bytes; CUDA's allocator guarantees it, and kernels and libraries may rely on it."""
+EARLY_BYTES = 1 << 20
+"""Images of at least so many bytes are uploaded one by one, each while the host copies the next one."""
 MOST_CAMERAS = 8
 """Sets of image sizes for which shapes are built; images of further sizes are resized on the host."""
 _log = logging.getLogger("vla_accel")
@@ -83,10 +85,6 @@ class Plan:
         return Counted(self.device.type).add([*self.model.parameters(), *chain(*self.store.tensors().values())])
 
 
-def host_buffer(like: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
-
-
 class Pipeline:
     """The components of one shape, one after the other."""
 
@@ -106,6 +104,9 @@ class Pipeline:
             self.engines.append((part.name, engine))
         self._stage()
         self._bind()
+        engines = [engine for _, engine in self.engines]
+        self._seldom = [*engines[SELDOM].inputs] if leaves_out(engines) else []
+        self._known: list[np.ndarray] | None = None
         for (_, earlier), (name, engine) in itertools.pairwise(self.engines):
             if overlapped := engine.follow(earlier):
                 plan.ledger.add(name, overlapped)
@@ -114,8 +115,12 @@ class Pipeline:
             self._fill_with_examples()
             self._upload_rest()
             between = None if self._warm else self._upload_rest
+            if len(self.engines) > 1 and self._first_part[0].nbytes >= EARLY_BYTES:
+                upload(*self._first_part)
+                self._find_pieces()
+            before = self._resize_images if self._pieces else self._upload_images
             self.captured = capture(
-                self.engines, self._download, plan.ledger, before=self._upload_images, between=between, split_first=True
+                self.engines, self._download, plan.ledger, before=before, between=between, split_first=True
             )
 
     @property
@@ -158,6 +163,8 @@ class Pipeline:
         self._first_part, self._rest_part = (
             (on_device[part], on_host[part]) for part in (slice(split), slice(split, end))
         )
+        self._pieces: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """The rows of the first engine's inputs on the device and on the host, if each is uploaded on its own."""
         self._host: dict[str, np.ndarray] = {}
         self._inputs: dict[str, Tensor] = {}
         self._slots: dict[str, list[np.ndarray]] = {}
@@ -212,14 +219,24 @@ class Pipeline:
         if self._noise is not None:
             self._noise.zero_()
 
+    def _find_pieces(self) -> None:
+        on_device, on_host = self._first_part
+        for name, slots in self._first.items():
+            starts = [slot.ctypes.data - on_host.data_ptr() for slot in slots]
+            places = [slice(start, start + slot.nbytes) for start, slot in zip(starts, slots, strict=True)]
+            self._pieces[name] = [(on_device[place], on_host[place]) for place in places]
+
     def _upload_images(self) -> None:
         """Upload the first engine's inputs and resize images: the first work of the first CUDA graph."""
-        _upload(*self._first_part)
+        upload(*self._first_part)
+        self._resize_images()
+
+    def _resize_images(self) -> None:
         for image, how, out in self._resizes:
             resize.fit(image, how, out)
 
     def _upload_rest(self) -> None:
-        _upload(*self._rest_part)
+        upload(*self._rest_part)
 
     def _download(self) -> None:
         self._host_result.copy_(self.result, non_blocking=True)
@@ -233,7 +250,7 @@ class Pipeline:
     def start(self, inputs: Mapping[str, Rows]) -> None:
         """Stage and upload the first engine's inputs and, with CUDA graphs, run that engine; `finish` follows.
         The images may be overwritten afterwards. A caller that gives up after `start` must synchronise."""
-        self._write(self._first, inputs)
+        self._write(self._first, inputs, self._pieces)
         self._launch_first()
 
     def finish(self, feed: Feed, generator: torch.Generator) -> tuple[np.ndarray, dict[str, float]]:
@@ -248,7 +265,7 @@ class Pipeline:
             if feed.guidance is None or name not in feed.guidance:
                 self._host[name].fill(0)
             else:
-                _fill(name, self._slots[name], feed.guidance[name])
+                fill(name, self._slots[name], feed.guidance[name])
         if self.captured is None or self._warm:  # otherwise the graph does it
             self._upload_rest()
         if self._noise is not None and self._host_noise is not None:
@@ -266,36 +283,54 @@ class Pipeline:
 
     def rehearse(self) -> None:
         """Run once, so that the first call finds every kernel compiled."""
+        self._known = None
         self._fill_with_examples()
         self._launch_first()
         self._upload_rest()
         self._run()
 
     def _launch_first(self) -> None:
+        self.launched = time.perf_counter()  # before the GPU has work: no component's time is before it
         if self.captured is None:
             with on(self.device), self.runtime.open():
                 self._upload_images()
         else:
             self.captured.start()
-        self.launched = time.perf_counter()
 
-    def _write(self, slots: Mapping[str, Sequence[np.ndarray]], inputs: Mapping[str, Rows]) -> None:
+    def _write(
+        self, slots: Mapping[str, Sequence[np.ndarray]], inputs: Mapping[str, Rows],
+        pieces: Mapping[str, Sequence[tuple[Tensor, Tensor]]] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         for name, buffers in slots.items():
             if name not in inputs:
                 raise EngineError(f"{self._family.name}: feed: expected {name}, got {', '.join(inputs)}")
-            _fill(name, buffers, inputs[name])
+            fill(name, buffers, inputs[name], pieces.get(name, ()))
+
+    def _changed(self) -> bool:
+        """Whether the inputs of the engine that a call may leave out are not those of the last complete call."""
+        known, self._known = self._known, None
+        if not self._seldom or known is None:
+            return True
+        return not all(map(np.array_equal, known, (self._host[name] for name in self._seldom)))
 
     def _run(self) -> tuple[np.ndarray, dict[str, float]]:
+        changed = self._changed()
+        result, times = self._enqueue_and_wait(changed)
+        self._known = [self._host[name].copy() for name in self._seldom]
+        return result, times
+
+    def _enqueue_and_wait(self, changed: bool) -> tuple[np.ndarray, dict[str, float]]:
         if self.captured is not None:
-            self.captured.replay()
+            self.captured.replay(changed=changed)
             synchronize(self.device)
             return self._host_result.numpy(), self.captured.times()
         on_gpu = self.device.type == "cuda"
         with on(self.device), self.runtime.open():
             self.launched = time.perf_counter()
             marks = [_mark(on_gpu)]
-            for _, engine in self.engines:
-                engine.run()
+            for index, (_, engine) in enumerate(self.engines):
+                if changed or index != SELDOM or not self._seldom:
+                    engine.run()
                 marks.append(_mark(on_gpu))
             self._download()
             if on_gpu:
@@ -314,11 +349,6 @@ class _HostEvent:
         return (end.at - self.at) * 1e3
 
 
-def _upload(on_device: Tensor, on_host: Tensor) -> None:
-    if len(on_device):
-        on_device.copy_(on_host, non_blocking=True)
-
-
 def _mark(on_gpu: bool) -> Any:
     """A recorded event."""
     if not on_gpu:
@@ -326,20 +356,6 @@ def _mark(on_gpu: bool) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _fill(name: str, slots: Sequence[np.ndarray], rows: Rows) -> None:
-    """Copy rows into their slots; what a row leaves of its slot along the first axis becomes zero."""
-    if len(rows) != len(slots):
-        raise EngineError(f"{name}: expected {len(slots)} rows, got {len(rows)}")
-    for slot, row in zip(slots, rows, strict=True):
-        if row.shape == slot.shape:
-            np.copyto(slot, row, casting="no")
-        elif row.ndim == slot.ndim > 0 and row.shape[1:] == slot.shape[1:] and len(row) < len(slot):
-            np.copyto(slot[: len(row)], row, casting="no")
-            slot[len(row) :] = 0
-        else:
-            raise EngineError(f"{name}: expected shape {slot.shape}, got {row.shape}")
 
 
 class Pipelines:

@@ -179,7 +179,7 @@ class SmallTokenizer:
 PALIGEMMA_HUB = "google/paligemma-3b-pt-224"
 _PALIGEMMA_FILES = ("tokenizer.json", "tokenizer.model", "paligemma_tokenizer.model")
 # Where openpi keeps the file it downloads.
-_OPENPI_CACHE = Path("~/.cache/openpi/big_vision/paligemma_tokenizer.model")
+_OPENPI_CACHE = "~/.cache/openpi/big_vision/paligemma_tokenizer.model"
 
 
 class PaliGemmaTokenizer:
@@ -308,7 +308,7 @@ def load_tokenizer(
     path = next((place / name for name in _PALIGEMMA_FILES if (place / name).is_file()), None)
     if path is None and (source is not None or not elsewhere):
         raise CheckpointError(f"tokenizer {place}: expected tokenizer.json or tokenizer.model, found neither")
-    kept = _OPENPI_CACHE.expanduser()
+    kept = user_path(_OPENPI_CACHE)
     # lerobot may name a copy of PaliGemma's on another machine.
     if path is None and (Path(hub).is_dir() or Path(hub).name != Path(PALIGEMMA_HUB).name):
         path = _from_hub(hub)

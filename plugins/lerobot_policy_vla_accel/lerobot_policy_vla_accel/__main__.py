@@ -17,6 +17,7 @@ from vla_accel.cli.options import Argument, Number, read
 from vla_accel.config import load_config
 from vla_accel.errors import CheckpointError, VlaAccelError
 from vla_accel.families.loading import load
+from vla_accel.files import user_path
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def write(arguments: Arguments) -> None:
 
 def _lasting(name: str | None) -> str | None:
     """A path that holds wherever lerobot is started; other names as they are."""
-    return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
+    return name if name is None or not user_path(name).exists() else str(user_path(name).resolve())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from tests.support.cuda_emulator.module import EmulationError
 
 # CUtensorMapDataType: bytes of an element.
 _SIZES = {0: 1, 6: 2, 9: 2}
-_SWIZZLE_128 = 3
+_SWIZZLES = {64: 2, 128: 3}
 MOST_BOX, MOST_RANK = 256, 5
 
 
@@ -33,7 +33,7 @@ class EmulatedDriver:
             (any(stride % 16 for stride in strides), f"strides are multiples of 16 bytes, got {list(strides)}"),
             (not 1 <= min(box) <= max(box) <= MOST_BOX, f"a box has 1 to {MOST_BOX} a side, got {list(box)}"),
             (set(steps) != {1} or interleave or fill, "expected steps of one, no interleaving, zeros outside"),
-            (swizzle != _SWIZZLE_128 or inner != 128, f"expected swizzled boxes of 128 bytes, got {inner}"),
+            (_SWIZZLES.get(inner) != swizzle, f"expected boxes of 64 or 128 bytes, swizzled as a whole, got {inner}"),
         ):
             if wrong:
                 raise EmulationError(f"cuTensorMapEncodeTiled: {what}")

@@ -216,21 +216,22 @@ void emulator::wait_for_copies(int left) {
   current->warp->clock.join(current->landed);
 }
 
-// A tensor map here is what driver.py wrote. A box has rows of 128 bytes, one after the other along each dimension,
-// swizzled; what is outside of the tensor is zero.
+// A tensor map here is what driver.py wrote. A box has rows of 64 or 128 bytes, one after the other along each dimension,
+// swizzled: pieces of 16 bytes, four or eight of a row, change places by the address' bits from the seventh on. What is
+// outside of the tensor is zero.
 void emulator::tma_load_box(u32 to, const u64 (&map)[16], std::initializer_list<int> place, u32 barrier, u32 mask,
                             const char* what) {
   const u64 *sizes = map + 2, *strides = map + 7, *sides = map + 11;
-  const int64_t size = (int64_t)(map[1] >> 32), x = place.begin()[0];
+  const int64_t size = (int64_t)(map[1] >> 32), x = place.begin()[0], inner = (int64_t)sides[0] * size;
   const u32 rank = (u32)map[1];
   if (rank != place.size()) fail("%s: expected a map of %zu dimensions, got one of %u", what, place.size(), rank);
   u64 rows = 1;
   for (u32 d = 1; d < rank; ++d) rows *= sides[d];
-  const u32 bytes = (u32)(rows * 128);
+  const u32 bytes = (u32)(rows * inner), pieces = (u32)inner / 16;
   check_alignment(to, 128, what);
   if (mask == 0) mask = 1u << current->block->rank;
   std::vector<unsigned char> box(bytes);
-  const int64_t there = std::min<int64_t>(128, ((int64_t)sizes[0] - x) * size);
+  const int64_t there = std::min<int64_t>(inner, ((int64_t)sizes[0] - x) * size);
   for (u64 row = 0; row < rows; ++row) {
     bool inside = x >= 0 && there > 0;
     const unsigned char* from = (const unsigned char*)map[0] + x * size;
@@ -243,8 +244,8 @@ void emulator::tma_load_box(u32 to, const u64 (&map)[16], std::initializer_list<
     if (!inside) continue;
     machine.global.read(from, (size_t)there, current->waited, what);
     for (int64_t i = 0; i < there; ++i) {
-      const u32 at = (to & PLACE) + (u32)(row * 128 + i);
-      box[(at ^ (at >> 7 & 7) << 4) - (to & PLACE)] = from[i];
+      const u32 at = (to & PLACE) + (u32)(row * inner + i);
+      box[(at ^ (at >> 7 & (pieces - 1)) << 4) - (to & PLACE)] = from[i];
     }
   }
   for (u32 rank = 0; mask >> rank; ++rank) {
@@ -340,6 +341,7 @@ void st_cluster_v2(u32 address, float a, float b) {
   store(block_of(address, "st_cluster_v2"), address, make_float2(a, b), "st_cluster_v2");
 }
 void st_cluster_v4(u32 address, const uint4& v) { store(block_of(address, "st_cluster_v4"), address, v, "st_cluster_v4"); }
+u16 ld_shared_u16(u32 address) { return load<u16>(own_block(address, "ld_shared_u16"), address, "ld_shared_u16"); }
 uint4 ld_shared_v4(u32 address) { return load<uint4>(own_block(address, "ld_shared_v4"), address, "ld_shared_v4"); }
 float4 ld_shared_f4(u32 address) { return load<float4>(own_block(address, "ld_shared_f4"), address, "ld_shared_f4"); }
 void st_shared_f2(u32 address, float a, float b) {

@@ -110,6 +110,7 @@ inline void bar_arrive(u32 barrier) {
 
 // -- this block's shared memory, by address ----------------------------------------------------------------------------
 
+u16 ld_shared_u16(u32 address);
 uint4 ld_shared_v4(u32 address);
 float4 ld_shared_f4(u32 address);
 void st_shared_f2(u32 address, float a, float b);
@@ -138,9 +139,31 @@ inline u16 round_bf16(float x) {
   return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pack_bf16x2(float low, float high) { return (u32)round_bf16(low) | (u32)round_bf16(high) << 16; }
+namespace emulator {
+  template <class Operation>
+  u32 each_of_two(u32 a, u32 b, Operation operation) {
+    const auto one = [&](u32 x, u32 y) { return operation(bits_as<float>(x), bits_as<float>(y)); };
+    return pack_bf16x2(one(a << 16, b << 16), one(a & 0xffff0000u, b & 0xffff0000u));
+  }
+}  // namespace emulator
 inline u32 scaled(u32 v, u32 s) {
-  const auto one = [](u32 a, u32 b) { return fmaf(bits_as<float>(a), bits_as<float>(b), bits_as<float>(a)); };
-  return pack_bf16x2(one(v << 16, s << 16), one(v & 0xffff0000u, s & 0xffff0000u));
+  return emulator::each_of_two(v, s, [](float a, float b) { return fmaf(a, b, a); });
+}
+template <u32 SELECTOR>
+inline u32 permute_bytes(u32 low, u32 high) {
+  const u64 both = (u64)high << 32 | low;
+  u32 result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const u32 nibble = SELECTOR >> 4 * i & 15, byte = (u32)(both >> (nibble & 7) * 8) & 255;
+    result |= (nibble < 8 ? byte : byte >> 7 ? 255 : 0) << 8 * i;
+  }
+  return result;
+}
+inline u32 mul_bf16x2(u32 a, u32 b) {
+  return emulator::each_of_two(a, b, [](float x, float y) { return x * y; });
+}
+inline u32 sub_bf16x2(u32 a, u32 b) {
+  return emulator::each_of_two(a, b, [](float x, float y) { return x - y; });
 }
 float widen_f16(u16 v);
 u32 pack_f16x2(float low, float high);
@@ -158,6 +181,10 @@ inline void wgmma_hold(T&) {}
 void wgmma_of_registers(float* d, int count, const u32 (&a)[4], u64 b, int more);
 template <int COUNT>
 inline void wgmma(float (&d)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more) {
+  wgmma_of_registers(d, COUNT, {a0, a1, a2, a3}, b, more);
+}
+template <int COUNT>
+inline void wgmma_bf16_by_registers(float (&d)[COUNT], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more) {
   wgmma_of_registers(d, COUNT, {a0, a1, a2, a3}, b, more);
 }
 template <int COUNT>

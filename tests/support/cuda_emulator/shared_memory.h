@@ -14,7 +14,7 @@ namespace emulator {
 constexpr uint32_t MOST_SHARED = 1 << 18;
 // Static shared memory comes first, dynamic behind it.
 constexpr uint32_t STATIC_SHARED = 24 << 10;
-constexpr int MOST_WARPS = 16;
+constexpr int MOST_WARPS = 20;
 
 class SharedMemory {
  public:

@@ -75,8 +75,9 @@ void mma_m16n8k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
   });
 }
 
-// A warp's 16 rows of a wgmma whose a is in registers. b lies without a swizzle, k in a row: matrices of 8 columns and 16
-// bytes of k, whose distances the descriptor has, along k (bits 16 to 29) and to the next columns (32 to 45).
+// A warp's 16 rows of a wgmma whose a is in registers. b lies with k in a row: without a swizzle, matrices of 8 columns
+// and 16 bytes of k, whose distances the descriptor has, along k (bits 16 to 29) and to the next columns (32 to 45); or in
+// swizzled rows of 128 bytes, of which eight columns are a stride apart.
 void wgmma_of_registers(float* d, int count, const u32 (&a)[4], u64 b, int more) {
   auto& mine = current->warp->lane[current->lane];
   memcpy(mine.word, a, sizeof(mine.word));
@@ -87,20 +88,24 @@ void wgmma_of_registers(float* d, int count, const u32 (&a)[4], u64 b, int more)
     const u64 descriptor = warp.lane[0].descriptor;
     for (auto& lane : warp.lane)
       if (lane.descriptor != descriptor) fail("wgmma: lanes of a warp give different descriptors");
-    if (descriptor >> 62) fail("wgmma: swizzled matrices are not emulated");
+    if (descriptor >> 62 > 1) fail("wgmma: other swizzles than that of 128 bytes are not emulated");
+    const bool swizzled = descriptor >> 62;
     const u32 first = (descriptor & 0x3fff) << 4, along = (descriptor >> 16 & 0x3fff) << 4, next = (descriptor >> 32 & 0x3fff) << 4;
+    const u32 half_step = swizzled ? 16 : along, row_step = swizzled ? 128 : 16;
     float rows[16][16], columns[8][16];
     rows_of(warp, rows);
     for (int tile = 0; tile < count / 4; ++tile) {
-      for (int half = 0; half < 2; ++half) {
-        const u32 matrix = first + tile * next + half * along;
-        warp.block->memory.read(matrix, 128, warp.agent, warp.clock, "wgmma");
-        for (int i = 0; i < 64; ++i) {
-          u16 v;
-          memcpy(&v, warp.block->memory.bytes + matrix + i * 2, 2);
-          columns[i / 8][half * 8 + i % 8] = bits_as<float>((u32)v << 16);
+      for (int half = 0; half < 2; ++half)
+        for (int column = 0; column < 8; ++column) {
+          const u32 plain = first + (u32)tile * next + (u32)half * half_step + (u32)column * row_step;
+          const u32 there = swizzled ? plain ^ (plain >> 7 & 7) << 4 : plain;
+          warp.block->memory.read(there, 16, warp.agent, warp.clock, "wgmma");
+          for (int i = 0; i < 8; ++i) {
+            u16 v;
+            memcpy(&v, warp.block->memory.bytes + there + i * 2, 2);
+            columns[column][half * 8 + i] = bits_as<float>((u32)v << 16);
+          }
         }
-      }
       add_products(warp, rows, columns, tile * 4);
     }
   });

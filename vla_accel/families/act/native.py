@@ -27,9 +27,8 @@ from vla_accel.kernels.gemm.choice import HOPPER, has_hopper_gemm
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
-from vla_accel.kernels.image.ops import normalise_pixels
-from vla_accel.kernels.rows.rows import add_norm, post_norm
-from vla_accel.nn.resnet import ResNetWeights
+from vla_accel.kernels.rows.rows import post_norm, project_normed
+from vla_accel.nn.resnet import NativeResNet, ResNetWeights
 from vla_accel.nn.store import NativeStore
 from vla_accel.nn.weights import Affine, compute_dtype, fold
 from vla_accel.runtime import current
@@ -88,28 +87,29 @@ class NativeVision:
         self.groups = [[index for index, its in enumerate(sizes) if its == size] for size in dict.fromkeys(sizes)]
         counts = [*map(math.prod, config.feature_sizes)]
         self.slices = [slice(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts))]
-        dtype, device = weights.projection.weight.dtype, weights.scales.device
-        self.pixels = [
-            torch.empty(batch, len(cameras), *sizes[cameras[0]], weights.resnet.lanes, dtype=dtype, device=device)
-            for cameras in self.groups
-        ]
-        self.detail = f"fused ops, {dtype}, library convolutions with folded norms"
+        self.resnets = [NativeResNet(weights.resnet, (batch, len(group)), sizes[group[0]]) for group in self.groups]
+        dtype = weights.projection.weight.dtype
+        self.chain = Chain(current(weights.scales.device).gpu)
+        self.detail = f"fused ops, {dtype}, folded norms, {self.resnets[0].detail}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        tokens = outputs["image_tokens"]
-        for cameras, pixels in zip(self.groups, self.pixels, strict=True):
-            for index, camera in enumerate(cameras):
-                normalise_pixels(inputs[f"image{camera}"], self.weights.scales[camera], pixels[:, index])
-            features = self.weights.resnet(pixels.flatten(0, 1))
-            features = features.flatten(0, 2)
-            if len(self.groups) == 1:
-                gemm(features, self.weights.projection, tokens.view(-1, self.width))
-                continue
-            made = tokens.new_empty(len(features), self.width)
-            gemm(features, self.weights.projection, made)
-            made = made.view(self.batch, len(cameras), -1, self.width)
-            for index, camera in enumerate(cameras):
-                tokens[:, self.slices[camera]] = made[:, index]
+        with self.chain:
+            for cameras, resnet in zip(self.groups, self.resnets, strict=True):
+                for index, camera in enumerate(cameras):
+                    scale = self.weights.scales[camera : camera + 1]
+                    resnet.see(inputs[f"image{camera}"][:, None], scale, slice(index, index + 1))
+                self._project(resnet().flatten(0, 2), cameras, outputs["image_tokens"])
+
+    def _project(self, features: Tensor, cameras: list[int], tokens: Tensor) -> None:
+        """Write the tokens of the pixels of some cameras' feature maps."""
+        if len(self.groups) == 1:
+            gemm(features, self.weights.projection, tokens.view(-1, self.width))
+            return
+        made = tokens.new_empty(len(features), self.width)
+        gemm(features, self.weights.projection, made)
+        made = made.view(self.batch, len(cameras), -1, self.width)
+        for index, camera in enumerate(cameras):
+            tokens[:, self.slices[camera]] = made[:, index]
 
 
 # -- tokens to actions --------------------------------------------------------------------------------------------
@@ -231,6 +231,7 @@ class Rows:
         self.placed[:, width:] = positions.repeat(batch, 1)
         self.x = self.placed[:, :width]
         self.context, self.y, self.hidden = buffer(width), buffer(width), buffer(config.mlp_dim)
+        self.activation = Activation.RELU if config.activation == "relu" else Activation.GELU_ERF
         self.attention = self.choose(attention, self.tokens)
 
     def choose(self, requested: str, source: int) -> Choice:
@@ -265,8 +266,7 @@ class Rows:
 
     def mlp(self, layer: LayerWeights, out: Tensor) -> None:
         """Enqueue the MLP and its norm, from `x` to `out`."""
-        activation = Activation.RELU if self.config.activation == "relu" else Activation.GELU_ERF
-        gemm(self.x, layer.up, self.hidden, Epilogue(activation=activation), workspace=(self.hidden,))
+        gemm(self.x, layer.up, self.hidden, Epilogue(activation=self.activation), workspace=(self.hidden,))
         gemm(self.hidden, layer.down, self.y)
         self.norm(self.x, layer.norms[-1], out)
 
@@ -285,26 +285,27 @@ class NativeTransformer:
         self.query = torch.empty_like(self.decoder.y)
         self.start, self.start_query = weights.start.expand(len(self.query), -1), weights.start_query.repeat(batch, 1)
         self.last = torch.empty_like(self.decoder.y)
-        self.normed = torch.empty(self.last.shape, device=self.last.device)
         own = self._own_products()
         self.chain = Chain(current(self.last.device).gpu, early=bool(own))
         self.detail = f"fused ops, {self.last.dtype}, {self.attention.detail}"
         self.detail += f", {HOPPER}: {', '.join(own)}" if own else ""
 
     def _own_products(self) -> list[str]:
-        """Return the products that the Hopper GEMM runs; those with an activation are the library's."""
+        """Return the products that the Hopper GEMM runs."""
         if self.last.dtype == torch.float32:
             return []
         (first, *_), (*_, last), c = self.weights.encoder, self.weights.decoder, self.config
         rows, queries = self.batch * c.tokens, self.batch * c.action_horizon
+        up, none = self.encoder.activation, Activation.NONE
         products = {
-            "qkv": (rows, first.qkv), "out": (rows, first.out), "down": (rows, first.down),
-            "cross keys and values": (rows, last.keys_values), "cross out": (queries, last.cross_out),
-            "last down": (queries, last.down),
+            "qkv": (rows, first.qkv, none), "out": (rows, first.out, none), "up": (rows, first.up, up),
+            "down": (rows, first.down, none), "cross keys and values": (rows, last.keys_values, none),
+            "cross out": (queries, last.cross_out, none), "last up": (queries, last.up, up),
+            "last down": (queries, last.down, none),
         }  # fmt: skip
         return [
-            name for name, (count, weights) in products.items()
-            if weights is not None and has_hopper_gemm(count, weights, Activation.NONE)
+            name for name, (count, weights, activation) in products.items()
+            if weights is not None and has_hopper_gemm(count, weights, activation)
         ]  # fmt: skip
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
@@ -319,8 +320,7 @@ class NativeTransformer:
                 encoder.mlp(layer, encoder.x)
             for index, layer in enumerate(w.decoder):
                 self._decode(layer, first=index == 0, last=index + 1 == len(w.decoder))
-        add_norm(self.last, None, self.last, self.normed, layer=True, eps=_EPS, inverse_scale=None)
-        torch.addmm(w.head_bias, self.normed, w.head.T, out=outputs["actions"].view(len(self.normed), -1))
+            project_normed(self.last, w.head, w.head_bias, outputs["actions"].view(len(self.last), -1), eps=_EPS)
 
     def _decode(self, layer: LayerWeights, *, first: bool, last: bool) -> None:
         assert layer.query is not None and layer.keys_values is not None and layer.cross_out is not None

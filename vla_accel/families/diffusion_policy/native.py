@@ -40,7 +40,7 @@ from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.image.ops import GroupNorm
 from vla_accel.kernels.persistent import NotResident
 from vla_accel.nn.kernel_choices import Choice, KernelChoices
-from vla_accel.nn.resnet import ResNetWeights
+from vla_accel.nn.resnet import NativeResNet, ResNetWeights
 from vla_accel.nn.store import NativeStore
 from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
@@ -91,13 +91,12 @@ class DiffusionPolicyStore(NativeStore[DiffusionPolicy]):
 
 @dataclass(frozen=True)
 class EncoderWeights:
-    """A ResNet and the weights of its two products for each encoder; `factor` and `shift` (V, 1, 1, 3) float32 of each
-    frame's levels; `places` as of `DiffusionPolicy.see`."""
+    """A ResNet and the weights of its two products for each encoder; `scales` (V, 2, 3) float32: factor and shift of
+    each frame's levels; `places` as of `DiffusionPolicy.see`."""
 
     resnets: tuple[ResNetWeights, ...]
     heads: tuple[tuple[Tensor, ...], ...]
-    factor: Tensor
-    shift: Tensor
+    scales: Tensor
     places: Tensor
 
     @classmethod
@@ -111,10 +110,9 @@ class EncoderWeights:
         )  # fmt: skip
         with model.present("encoders.0.out"):
             mean, deviation, places = (part.double() for part in model.pixel_constants())
-        levels = (1.0 / (255.0 * deviation), -mean / deviation)
-        factor, shift = (part.permute(0, 2, 3, 1).float().contiguous() for part in levels)
+        scales = torch.stack((1.0 / (255.0 * deviation), -mean / deviation), 1).flatten(2).float()
         resnets = tuple(ResNetWeights.of(model, f"{name}.backbone", config.backbone, dtype) for name in names)
-        return cls(resnets, heads, factor, shift, places.float())
+        return cls(resnets, heads, scales, places.float())
 
 
 class NativeEncoder:
@@ -122,33 +120,38 @@ class NativeEncoder:
 
     def __init__(self, weights: EncoderWeights, config: DiffusionPolicyConfig, batch: int) -> None:
         self.weights, self.config = weights, config
-        dtype, device = weights.resnets[0].stem.weight.dtype, weights.places.device
-        lanes = weights.resnets[0].lanes
-        moments = (batch, config.history, len(config.cameras))
-        self.pixels = torch.zeros(*moments, *config.seen, lanes, dtype=dtype, device=device)
-        self.detail = f"fused ops, {dtype}, library convolutions"
+        cameras, count = len(config.cameras), len(weights.resnets)
+        views = [slice(None)] if count == 1 else [slice(index, None, cameras) for index in range(cameras)]
+        images = (batch, config.history * cameras // count)
+        self.resnets = [NativeResNet(one, images, config.seen) for one in weights.resnets]
+        scales = weights.scales
+        if config.resize is not None:  # frames are scaled before they are resized
+            scales = torch.tensor([1.0, 0.0], device=scales.device)[:, None].expand_as(scales)
+        own = [scales[view].contiguous() for view in views]
+        self.encoders = list(zip(views, own, self.resnets, weights.heads, strict=True))
+        self.chain = Chain(current(weights.places.device).gpu)
+        self.detail = f"fused ops, {self.resnets[0].value.dtype}, {self.resnets[0].detail}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        config, images = self.config, inputs["images"]
-        if config.resize is None:  # the rest of the frames is never read
-            images = centre(images.permute(0, 1, 4, 2, 3), config.seen).permute(0, 1, 3, 4, 2)
-        frames = torch.addcmul(self.weights.shift, images.float(), self.weights.factor)
+        config, images = self.config, inputs["images"].permute(0, 1, 4, 2, 3)
         if config.resize is not None:
-            small = frames.flatten(0, 1).permute(0, 3, 1, 2)
-            small = F.interpolate(small, config.resize, mode="bilinear", antialias=True, align_corners=False)
-            frames = centre(small, config.seen).permute(0, 2, 3, 1)
-        self.pixels[..., :3] = frames.view(*self.pixels.shape[:-1], 3)
-        out = outputs["features"].view(*self.pixels.shape[:3], -1)
-        if config.shared_encoder:
-            out.view(-1, out.shape[-1]).copy_(self._encode(0, self.pixels.flatten(0, 2)))
-            return
-        for index in range(len(config.cameras)):
-            found = self._encode(index, self.pixels[:, :, index].flatten(0, 1))
-            out[:, :, index] = found.view(*out.shape[:2], -1)
+            factor, shift = self.weights.scales[..., None, None].unbind(1)
+            frames = torch.addcmul(shift, images.float(), factor).flatten(0, 1)
+            frames = F.interpolate(frames, config.resize, mode="bilinear", antialias=True, align_corners=False)
+            images = frames.view(*images.shape[:3], *config.resize)
+        images = centre(images, config.seen).permute(0, 1, 3, 4, 2)
+        if config.resize is not None:
+            images = images.contiguous()
+        features = outputs["features"]
+        for view, scales, resnet, head in self.encoders:
+            with self.chain:
+                resnet.see(images[:, view], scales)
+                maps = resnet()
+            features[:, view] = self._keypoints(maps, head).view(features[:, view].shape)
 
-    def _encode(self, index: int, pixels: Tensor) -> Tensor:
-        maps = self.weights.resnets[index](pixels)
-        keypoints, bias, out, shift = self.weights.heads[index]
+    def _keypoints(self, maps: Tensor, head: tuple[Tensor, ...]) -> Tensor:
+        """Return the features (N, n) float32 of feature maps."""
+        keypoints, bias, out, shift = head
         logits = F.linear(maps.flatten(1, 2).float(), keypoints.flatten(1), bias)
         found = logits.softmax(1).transpose(1, 2) @ self.weights.places
         return F.relu(F.linear(found.flatten(1), out, shift))

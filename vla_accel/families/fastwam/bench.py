@@ -27,6 +27,8 @@ from vla_accel.transforms.robots import LIBERO
 LEROBOT_MODES: dict[str, bool] = {"lerobot-eager": False, "lerobot-compile": True}
 """Systems of lerobot, with whether prefill and step are compiled."""
 _ENDS = ("out_proj.weight", "text_out.weight", "fc2.weight")
+_LOOKS = {"out_proj": 6.0, "text_out": 3.0}
+"""Factors on what the actions attend to: the mean of many random values is small, and would leave their noise alone."""
 _TOKENS = 40
 
 
@@ -47,6 +49,7 @@ class DrawnWam(Drawn):
         elif name.endswith(_ENDS):
             # A gate multiplies two of the three branches of a block.
             gain = 1.0 / (3 * config.video.depth) ** 0.5 if "text" in name else 1.0
+            gain *= _LOOKS.get(name.rsplit(".", 2)[-2], 1.0) if name.startswith("action.") else 1.0
         return 0.0, gain / self.shapes[name][1:].numel() ** 0.5
 
     def _query_key_rows(self, name: str) -> int:

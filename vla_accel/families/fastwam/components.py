@@ -141,5 +141,5 @@ def components(model: FastWam, shape: FastWamShape, store: Any) -> tuple[Compone
     return (
         made("vision", Vision(model, shape), (images,), (seen,), shape),
         made("kv_cache", KvCache(model), (seen, text, bias, state), cache, shape.rows),
-        made("denoise", Denoise(model, shape.schedule), (noise, *cache, bias), (actions,), shape.schedule),
+        made("denoise", Denoise(model, shape.schedule), (noise, *cache, bias), (actions,), shape.schedule, shape.rows),
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.component import Program
+from vla_accel.component import BESIDE, Program
 from vla_accel.config import EngineSpec
 from vla_accel.families.family import IMAGES
 from vla_accel.families.fastwam.components import QUANTISED, FastWamShape, Resized, canvas
@@ -110,7 +110,7 @@ class NativeReader:
 
     def __init__(self, weights: ReaderWeights, config: FastWamConfig, batch: int, rows: int) -> None:
         self.weights, video = weights, config.video
-        self.video = VideoLoop(weights.video, video, batch, config.grid[0] * config.grid[1], weights.rope)
+        self.video = VideoLoop(weights.video, video, batch, config.grid[0] * config.grid[1], rows, weights.rope)
         x = self.video.x
         # State, padding, text: padding stays zero.
         self.context = x.new_zeros(batch, rows, video.text_dim)
@@ -134,6 +134,17 @@ class NativeReader:
         self.video(inputs["image_tokens"], {**outputs, **own})
 
 
+class NativeActions(ActionLoop):
+    """The denoise program of FastWAM. Its first step overlaps the native program of the video."""
+
+    def follow(self, earlier: Program, outputs: Mapping[str, Tensor]) -> str:
+        del outputs
+        if not isinstance(earlier, NativeReader):
+            return ""
+        self.overlap = earlier.video.overlapped()
+        return BESIDE
+
+
 class FastWamStore(NativeStore[FastWam]):
     """Prepared weights of one FastWAM."""
 
@@ -150,7 +161,7 @@ class FastWamStore(NativeStore[FastWam]):
         weights = self.weights(("kv_cache", precision), lambda: ReaderWeights.of(self.model, precision))
         return NativeReader(weights, self.model.config, batch, rows)
 
-    def denoise(self, batch: int, schedule: Schedule, spec: EngineSpec) -> Program:
+    def denoise(self, batch: int, schedule: Schedule, rows: int, spec: EngineSpec) -> Program:
         """The whole Euler loop. Its FP8 and INT8 are of weights alone and need no scales."""
         model, config = self.model, self.model.config
         precision = self.precision("denoise", spec, QUANTISED["denoise"]["native"])
@@ -159,7 +170,7 @@ class FastWamStore(NativeStore[FastWam]):
         ends = self.weights(("denoise", "ends"), lambda: self._ends(compute_dtype(precision)))
         tables = self.weights((*form, schedule), lambda: self._tables(weights, schedule))
         noise = batch, config.action_horizon, config.action_dim
-        return ActionLoop(weights, tables, ends, config.action, noise, config.grid[0] * config.grid[1])
+        return NativeActions(weights, tables, ends, config.action, noise, (config.grid[0] * config.grid[1], rows))
 
     def _ends(self, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], Linear]:
         (w_in, b_in), (w_out, b_out) = (

@@ -6,15 +6,15 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vla_accel.families.bench import (
-    BenchCard,
     DenoisingBench,
     DummyTokenizer,
     Infer,
@@ -23,9 +23,11 @@ from vla_accel.families.bench import (
 )
 from vla_accel.families.lerobot_bench import cached_model, importing
 from vla_accel.families.molmoact2.family import MOLMOACT2
-from vla_accel.families.molmoact2.network import MolmoAct2Config, molmoact2
+from vla_accel.families.molmoact2.network import MolmoAct2, MolmoAct2Config, molmoact2
 from vla_accel.families.molmoact2.transforms import MolmoProcessor, MolmoPrompt
 from vla_accel.fp8 import Scales
+from vla_accel.nn.calibration import PrefixMeasuring, measured_scales
+from vla_accel.nn.molmo_vision import MolmoVision
 from vla_accel.nn.random_weights import SHARP, Drawn
 from vla_accel.transforms.processing import Inputs
 
@@ -34,6 +36,9 @@ LEROBOT_MODES: dict[str, bool] = {"lerobot-eager": False, "lerobot-graph": True}
 _PIECES = re.compile(r"<[^<> ]+>|\n|\d| (?=\d)|[<>.?,]|[^\s<>.?,\d]+")
 """As many pieces as Qwen's tokenizer makes of the parts of a prompt that are always the same."""
 _ENDS = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight", "cross_out.weight")
+_LOOKS = {"patch_embedding.weight": 3.0, "pooling.down_proj.weight": 6.0, "cross_out.weight": 30.0}
+"""Factors on what an image adds to positions and markers, and on what actions attend to: the mean of many random values
+is small, and would leave their noise alone."""
 
 
 class DrawnMolmo(Drawn):
@@ -55,6 +60,7 @@ class DrawnMolmo(Drawn):
             if ".layers." in name and name.endswith(_ENDS)
             else 1.0
         )
+        gain *= next((factor for end, factor in _LOOKS.items() if name.endswith(end)), 1.0)
         return 0.0, gain / math.sqrt(self.shapes[name][1:].numel())
 
     def _query_key_rows(self, name: str) -> int:
@@ -73,13 +79,28 @@ class MarkedTokenizer(DummyTokenizer):
         return [known.get(piece, zlib.crc32(piece.encode()) % least) for piece in _PIECES.findall(text)]
 
 
+class MolmoMeasuring(PrefixMeasuring[MolmoAct2]):
+    """Vision, of which blocks `levels` are read, and prefix."""
+
+    def image_tokens(self, inputs: Sequence[Sequence[Tensor]]) -> Generator[None, None, list[Tensor]]:
+        model, vision, found = self.model, self.model.vision, dict[int, list[Tensor]]()
+        assert isinstance(vision, MolmoVision)
+        for index, rows in enumerate(self.vision(inputs)):
+            if index in model.config.vision.levels:
+                found[index] = rows
+            yield
+        with model.present("pooling", "embed"):
+            kind = model.pooling.q_proj.weight.dtype
+            levels = [{level: rows[i].to(kind) for level, rows in found.items()} for i in range(len(inputs))]
+            return [model.project(vision.squares(one)).flatten(0, 1)[None] for one in levels]
+
+
 class MolmoAct2Bench(DenoisingBench[MolmoAct2Config]):
     """MolmoAct2."""
 
     family, drawn = MOLMOACT2, DrawnMolmo
     sizes: ClassVar = {"molmoact2": molmoact2}
-    quantised = ("native_fp8",)
-    aliases: ClassVar = {"native_fp8": "native_fp8_denoise"}
+    quantised = ("native_fp8", "native_fp8_vision", "native_fp8_denoise")
     baselines = tuple(LEROBOT_MODES)
 
     def published(self, horizon: int | None = None) -> MolmoAct2Config:
@@ -99,7 +120,7 @@ class MolmoAct2Bench(DenoisingBench[MolmoAct2Config]):
         return libero_observation(transforms, (side, side), rng)
 
     def calibrate(self, model: Any, inputs: Sequence[Inputs], source: str) -> Scales:
-        return BenchCard.calibrate(self, model, inputs, source)
+        return measured_scales(MolmoMeasuring(model), [(i.images, i.tokens, i.state) for i in inputs], source)
 
     def baseline(self, name: str, *, horizon: int, steps: int, device: str) -> Infer:
         return cached_model(_Lerobot, horizon, device).sampler(graph=LEROBOT_MODES[name], steps=steps)

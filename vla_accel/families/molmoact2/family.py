@@ -17,7 +17,7 @@ from vla_accel.families.prompted import DenoisingFamily, FlowChunking, PromptSha
 from vla_accel.fp8 import Scales
 from vla_accel.nn.quantised import QUANTISED
 
-_QUANTISED = {"denoise": {"native": QUANTISED["denoise"]["native"]}}
+_QUANTISED = {part: {"native": QUANTISED[part]["native"]} for part in ("vision", "kv_cache", "denoise")}
 
 
 class MolmoChunking(FlowChunking):

@@ -7,12 +7,12 @@ keys of the pooling are made before patches are joined to squares.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
@@ -23,13 +23,15 @@ from vla_accel.kernels.attention.ops import attention as attend
 from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm, patch_product
 from vla_accel.kernels.gemm.weights import Linear, make_linear, pair
-from vla_accel.kernels.rows.rows import add_at, patchify, place_tokens
+from vla_accel.kernels.rows.rows import add_at, norm_rows, patchify, place_tokens
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.native_vision import patch_embedding
 from vla_accel.nn.plan import Rows, StackPlan
 from vla_accel.nn.quantised import QUANTISED
 from vla_accel.nn.store import NativeStore
 from vla_accel.nn.weights import Precision, StackWeights, stack_weights
+
+W = TypeVar("W")
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,13 @@ class VisionWeights:
     config: MolmoAct2Config
 
     @classmethod
-    def of(cls, model: MolmoAct2, precision: str) -> VisionWeights:
-        """Prepare the weights of a model. `precision`: fp32 or bf16."""
-        stored, config = Precision(precision), model.config.vision
+    def of(cls, model: MolmoAct2, stored: Precision) -> VisionWeights:
+        """Prepare the weights of a model."""
+        config = model.config.vision
         stack = stack_weights(model, "vision.layers", config.block, config.depth, stored)
         weight = model.weight("vision.patch_embedding.weight").unflatten(1, (config.patch_size, config.patch_size, 3))
         bias, position = (model.weight(f"vision.{n}") for n in ("patch_embedding.bias", "position_embedding"))
-        patch, place = patch_embedding(weight.permute(0, 3, 1, 2), bias, position, precision)
+        patch, place = patch_embedding(weight.permute(0, 3, 1, 2), bias, position, stored.name)
 
         def product(name: str, *, biased: bool = True) -> Linear:
             bias = model.weight(f"pooling.{name}.bias") if biased else None
@@ -150,9 +152,9 @@ class ReaderWeights:
     config: MolmoAct2Config
 
     @classmethod
-    def of(cls, model: MolmoAct2, precision: str) -> ReaderWeights:
-        """Prepare the weights of a model. `precision`: fp32 or bf16."""
-        stored, config = Precision(precision), model.config.prefix
+    def of(cls, model: MolmoAct2, stored: Precision) -> ReaderWeights:
+        """Prepare the weights of a model."""
+        config = model.config.prefix
         stack = stack_weights(model, "prefix.layers", config.block(), config.depth, stored, keys_values_last=True)
         keys, values = (
             make_linear(model.weight(f"context.{name}_proj.weight"), None, stored.dtype) for name in ("key", "value")
@@ -191,13 +193,11 @@ class NativeReader:
         rows = None
         if config.hidden:
             rows = (config.seen(inputs["lengths"], self.tokens) + self.first).flatten()
-        width = config.expert.width
         for name, found, product in (("keys", self.keys, weights.keys), ("values", self.values, weights.values)):
             flat = found.view(len(found), -1, product.weight.shape[1])
             flat = flat if rows is None else flat.index_select(1, rows)
             gemm(flat.flatten(0, 1), product, self.projected)
-            normed = F.rms_norm(self.projected, (width,), eps=EPS).view(outputs[name].shape)
-            outputs[name].copy_(F.rms_norm(normed, normed.shape[-1:], eps=EPS) if name == "keys" else normed)
+            norm_rows(self.projected, outputs[name], heads=config.expert.heads if name == "keys" else 1, eps=EPS)
 
 
 class MolmoAct2Store(NativeStore[MolmoAct2]):
@@ -205,15 +205,20 @@ class MolmoAct2Store(NativeStore[MolmoAct2]):
 
     def vision(self, batch: int, views: int, spec: EngineSpec) -> Program:
         """The program of images."""
-        precision = self.precision("vision", spec)
-        weights = self.weights(("vision", precision), lambda: VisionWeights.of(self.model, precision))
+        weights = self._prefix_weights("vision", spec, VisionWeights.of)
         return NativeVision(weights, batch, views, spec.attention)
 
     def kv_cache(self, batch: int, image_tokens: int, length: int, spec: EngineSpec) -> Program:
         """The program of the prompt."""
-        precision = self.precision("kv_cache", spec)
-        weights = self.weights(("kv_cache", precision), lambda: ReaderWeights.of(self.model, precision))
+        weights = self._prefix_weights("kv_cache", spec, ReaderWeights.of)
         return NativeReader(weights, batch, image_tokens, length, spec.attention)
+
+    def _prefix_weights(self, component: str, spec: EngineSpec, of: Callable[[MolmoAct2, Precision], W]) -> W:
+        """The weights of images or prompt, which `of` prepares."""
+        products = QUANTISED[component]["native"]
+        precision = self.precision(component, spec, products)
+        stored = Precision(precision, products.without(spec.keep), self.scales)
+        return self.weights((component, precision, spec.keep), lambda: of(self.model, stored))
 
     def denoise(
         self, batch: int, prefix_tokens: int, schedule: Schedule, spec: EngineSpec, max_weight: float | None = None,
@@ -221,11 +226,11 @@ class MolmoAct2Store(NativeStore[MolmoAct2]):
     ) -> Program:  # fmt: skip
         """The whole Euler loop. Its FP8 and INT8 are of weights alone and need no scales. `max_weight`: as in
         `RtcConfig`; `trained`: never."""
-        del prefix_tokens, trained
+        del trained
         precision = self.precision("denoise", spec, QUANTISED["denoise"]["native"])
         form = ("denoise", precision)
         weights = self.weights(form, lambda: LoopWeights.of(self.model, precision))
         tables = self.weights(
             (*form, schedule, max_weight), lambda: step_tables(self.model, weights, schedule, max_weight)
         )
-        return MolmoLoop(weights, tables, self.model.config, batch)
+        return MolmoLoop(weights, tables, self.model.config, batch, prefix_tokens)

@@ -1,4 +1,4 @@
-"""MolmoAct2's expert in fused ops, all steps in one program: ten kernels in a block.
+"""MolmoAct2's expert in fused ops, all steps in one program: eight kernels in a block.
 
 Exact savings: everything that depends on the step only is a constant (modulations, products of their shifts with the
 weights), norms are inside the products after them, and keys and values of the prompt are read where they were written.
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from vla_accel.families.molmoact2.network import EPS, MolmoAct2, MolmoAct2Config
 from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.attention.config import SuffixShape
+from vla_accel.kernels.attention.few import MOST_ROWS, few_attention
 from vla_accel.kernels.attention.ops import attention
+from vla_accel.kernels.attention.suffix import prefix_attention
 from vla_accel.kernels.gemm.config import gemm_sizes
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.ops import gemm
@@ -25,7 +28,7 @@ from vla_accel.kernels.rows.flow import ActionInput, ActionOutput, EulerStep, Gu
 from vla_accel.kernels.rows.flow import step as flow_step
 from vla_accel.kernels.rows.rows import HeadNorms, rope_tables, rotate
 from vla_accel.nn.flow import Schedule
-from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct
+from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct, prefix_of
 from vla_accel.nn.rtc import step_gains
 from vla_accel.nn.weights import BlockWeights, compute_dtype, plain_input, weights_in
 
@@ -134,7 +137,9 @@ class MolmoLoop(LayerLoop):
 
     weights: LoopWeights
 
-    def __init__(self, weights: LoopWeights, tables: StepTables, config: MolmoAct2Config, batch: int) -> None:
+    def __init__(
+        self, weights: LoopWeights, tables: StepTables, config: MolmoAct2Config, batch: int, prefix_tokens: int
+    ) -> None:
         expert, device = config.expert, weights.w_in.device
         self.tables, self.expert, self.batch, self.tokens = tables, expert, batch, config.action_horizon
         x = torch.zeros(batch * self.tokens, expert.width, dtype=compute_dtype(weights.precision), device=device)
@@ -142,11 +147,18 @@ class MolmoLoop(LayerLoop):
         self.next_scaled["cross_out"] = True
         self.qkv, self.q = x.new_zeros(len(x), 3 * expert.width), torch.zeros_like(x)
         self.rope = rope_tables(self.tokens, expert.head_dim, device)
-        self.still = torch.ones_like(self.rope[0]), torch.zeros_like(self.rope[0])
         one = torch.ones(expert.head_dim, device=device)
         self.norms = HeadNorms(one, one, EPS)
-        self.choose_products({})
-        launches = 10 * self.depth + 1 + (self.choices["down"].moments is not None)
+        self.short = self.tokens <= MOST_ROWS
+        sizes = SuffixShape(
+            batch, self.tokens, prefix_tokens, expert.heads, expert.heads, expert.head_dim, x.element_size(), own=False
+        )
+        cache = x.new_zeros(1, batch, prefix_tokens, expert.heads, expert.head_dim).expand(self.depth, *[-1] * 4)
+        full = torch.full((batch,), prefix_tokens, dtype=torch.int32, device=device)
+        inputs = {"keys": cache, "values": cache, "lengths": full}
+        self.choose_products(inputs)
+        self.choices.attention("attention", sizes, lambda: self._cross(0, inputs))
+        launches = (8 if self.short else 9) * self.depth + 1 + (self.choices["down"].moments is not None)
         self.detail = f"fused ops, {weights_in(weights.precision)}, {launches} launches a step{self.choices.detail}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
@@ -169,6 +181,8 @@ class MolmoLoop(LayerLoop):
 
     def _attend(self, step: int, index: int, inputs: Inputs) -> None:
         self._qkv(step, index, inputs)
+        if self.short:
+            return few_attention(self.qkv, self.rope, self.context, heads=self.expert.heads, eps=EPS)
         rotate(self.qkv, *self.rope, self.expert.heads, self.norms)
         q, k, v = self._heads(self.qkv).unbind(2)
         attention(q, k, v, self.context.view(self.batch, self.tokens, -1), None)
@@ -176,12 +190,13 @@ class MolmoLoop(LayerLoop):
     def _up(self, step: int, index: int, inputs: Inputs) -> None:
         """Attention to the prompt, then the first product of the MLP."""
         self._cross_q(step, index, inputs)
-        rotate(self.q, *self.still, self.expert.heads, self.norms)
-        keys, values = inputs["keys"][index], inputs["values"][index]
-        out = self.context.view(self.batch, self.tokens, -1)
-        attention(self._heads(self.q)[:, :, 0], keys, values, out, inputs["lengths"])
+        self._cross(index, inputs)
         self._cross_out(step, index, inputs)
         self._mlp_up(step, index, inputs)
+
+    def _cross(self, index: int, inputs: Inputs) -> None:
+        q, prefix = self._heads(self.q)[:, :, 0], prefix_of(inputs, index)
+        prefix_attention(q, prefix, self.context, **self.choices["attention"].options, eps=EPS)
 
     def _heads(self, rows: Tensor) -> Tensor:
         """(R, n W) as (B, T, n, heads, d)."""

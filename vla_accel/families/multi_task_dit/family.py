@@ -109,7 +109,7 @@ class MultiTaskDitFamily(Family[MultiTaskDitConfig, TaskInputs, Shape]):
             ),
             Component(
                 "kv_cache", Text(model), (tokens,), (text,), native.get("kv_cache"), fetch=partial(model.fetch, "text"),
-                products=model.dtype,
+                products=model.dtype, seldom=True,
             ),
             Component(
                 "denoise", denoise, (noise, features, text, state), (actions,), native.get("denoise"),

@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from vla_accel.component import Program
 from vla_accel.config import EngineSpec
 from vla_accel.families.xvla.native_vision import NativeVision, VisionWeights
-from vla_accel.families.xvla.network import Xvla, XvlaConfig
+from vla_accel.families.xvla.network import EPS, Xvla, XvlaConfig
 from vla_accel.fp8 import Products
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
+from vla_accel.kernels.rows.mix import Head, Mix, MixedInput, mix_step
 from vla_accel.nn.bart import BartConfig
 from vla_accel.nn.davit import Size
 from vla_accel.nn.flow import Schedule
@@ -105,15 +106,14 @@ class LoopWeights:
         noisy: Product of noisy actions (A, W), zero for grippers.
         state: That of the state (S, W), zero for grippers.
         positions: Positions of the rows of actions and the bias of their product (H, W).
-        head, head_bias: Of rows without the last norm's weights, (A, W) and (A,).
+        head: Of rows without the last norm's weights.
     """
 
     stack: StackWeights
     noisy: Tensor
     state: Tensor
     positions: Tensor
-    head: Tensor
-    head_bias: Tensor
+    head: Head
 
     @classmethod
     def of(cls, model: Xvla, precision: Precision) -> LoopWeights:
@@ -130,7 +130,7 @@ class LoopWeights:
                 model.action_out.weight, model.action_out.bias, model.norm.weight.double(), model.norm.bias
             )
         assert bias is not None
-        return cls(stack, noisy, state, positions, head.T.contiguous(), bias)
+        return cls(stack, noisy, state, positions, Head(head, bias, EPS))
 
 
 def _parts(model: Xvla) -> Sequence[Tensor]:
@@ -148,37 +148,25 @@ class NativeLoop:
         attention: str,
     ) -> None:  # fmt: skip
         """`steps` (n, W): what each time adds to the rows of actions."""
-        self.weights, self.times, self.steps, self.config, self.rows = weights, times, steps, config, rows
+        self.weights, self.times, self.steps, self.config = weights, times, steps, config
         self.stack = StackPlan(weights.stack, rows, attention)
         self.attention, self.chain = self.stack.attention, self.stack.chain
         self.detail = f"fused ops, {self.stack.kind}, {self.stack.detail}"
-        count, horizon, device = rows.batch, config.action_horizon, steps.device
-        self.embedded = torch.empty(count, rows.tokens, config.width, dtype=self.stack.x.dtype, device=device)
-        self.zero = torch.zeros(1, config.width, dtype=self.stack.x.dtype, device=device)
-        self.noisy = torch.empty(count, horizon, config.action_dim, device=device)
-        self.actions, self.made = (
-            torch.empty_like(self.noisy),
-            torch.empty(count * horizon, config.width, device=device),
-        )
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        w, stack, horizon = self.weights, self.stack, self.config.action_horizon
-        self.embedded[:, horizon:] = inputs["context"]
-        rows_of_state = torch.mm(inputs["state"], w.state)[:, None] + w.positions
-        self.actions.zero_()
-        for time, step in zip(self.times, self.steps, strict=True):
-            torch.lerp(self.actions, inputs["noise"], time, out=self.noisy)
-            torch.addmm((rows_of_state + step).flatten(0, 1), self.noisy.flatten(0, 1), w.noisy, out=self.made)
-            self.embedded[:, :horizon] = self.made.view(len(rows_of_state), horizon, -1)
-            with self.chain:
-                stack.enter(self.embedded.flatten(0, 1), self.zero)
-                stack.run()
-                normed = stack.output()
-            last = normed.view(self.rows.batch, self.rows.tokens, -1)[:, :horizon]
-            torch.addmm(w.head_bias, last.flatten(0, 1).float(), w.head, out=self.actions.flatten(0, 1))
-        outputs["actions"].copy_(self.actions)
+        w, stack, actions = self.weights, self.stack, outputs["actions"]
+        base = torch.mm(inputs["state"], w.state)[:, None] + w.positions
+        inverse, count = stack.weights.products[0].inverse_scale, len(self.times)
+        with self.chain:
+            for index in range(count + 1):
+                step = min(index, count - 1)
+                into = MixedInput(w.noisy, base, self.steps[step], inputs["context"])
+                at = Mix(self.times[step], first=index == 0, last=index == count)
+                mix_step(stack.x, stack.h, w.head, inputs["noise"], into, actions, at, inverse_scale=inverse)
+                if not at.last:
+                    stack.run()
         for gripper in self.config.grippers:
-            outputs["actions"][..., gripper].sigmoid_()
+            actions[..., gripper].sigmoid_()
 
 
 # -- the store ----------------------------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ class NativeVision:
         ]
         self.attention = self.stages[0].attention
         self.rows = torch.empty(images, 1 + len(positions), config.vision.width, dtype=dtype, device=device)
-        self.detail = f"fused ops, {dtype}, library convolutions, {self.attention.detail}{self.stages[0].products}"
+        products = "".join(f"; stage {i}{stage.products}" for i, stage in enumerate(self.stages, 1) if stage.products)
+        self.detail = f"fused ops, {dtype}, library convolutions, {self.attention.detail}{products}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         for view in range(self.pixels.shape[1]):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vla_accel.errors import DependencyError, EngineError
-from vla_accel.kernels.attention.config import AttentionShape, FlashTile, flash_tiles
-from vla_accel.kernels.attention.ops import BACKENDS, ONE_QUERY_ONLY, Tensors, attend, flash_module
+from vla_accel.kernels.attention.config import AttentionShape, FlashTile, causal_tiles, flash_tiles
+from vla_accel.kernels.attention.ops import BACKENDS, ONE_QUERY_ONLY, Tensors, attend, causal_attention, flash_module
 from vla_accel.kernels.autotune import fastest, remembered
 from vla_accel.runtime import Runtime
 
@@ -121,6 +121,22 @@ def _fastest_tile(shape: AttentionShape, runtime: Runtime) -> FlashTile | None:
     by_name = {str(tile): tile for tile in flash_tiles(runtime.gpu, shape)}
     calls = {name: _call("own", shape, tensors, tile) for name, tile in by_name.items()}
     return by_name[remembered(f"tile of {shape}", calls, runtime, repeats=CALLS).candidate]
+
+
+def fastest_causal_tile(shape: AttentionShape, together: Tensor | None, runtime: Runtime) -> FlashTile | None:
+    """Return the fastest tile config of causal attention, measured once; None without a GPU."""
+    if runtime.device.type != "cuda":
+        return None
+    q, k, v, out, _ = random_tensors(shape, runtime.device)
+    inverse_scale = 1.0 if shape.quantised else None
+
+    def call(tile: FlashTile) -> Callable[[], None]:
+        return lambda: causal_attention(q, k, v, out, None, together, inverse_scale=inverse_scale, tile=tile)
+
+    by_name = {str(tile): tile for tile in causal_tiles(runtime.gpu, shape.tokens, shape.head_dim)}
+    what = f"causal tile of {shape}{'' if together is None else ', some rows together'}"
+    calls = {name: call(tile) for name, tile in by_name.items()}
+    return by_name[remembered(what, calls, runtime, repeats=CALLS).candidate]
 
 
 def _call(backend: str, shape: AttentionShape, tensors: Tensors, tile: FlashTile | None) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 Every config is correct; the fastest one is measured. `FlashTile`: many queries (`triton_attention`). `KeySplit`: the
 few queries of a suffix, to a prefix's keys and their own (`triton_attention`). `CrossTile`: to a prefix's keys alone,
-with the product that makes the queries (`triton_cross`).
+with the product that makes the queries (`triton_cross`). `NormedTile`: with norms over all heads (`triton_normed`).
 """
 
 from __future__ import annotations
@@ -76,6 +76,20 @@ def flash_tiles(gpu: Gpu | None, shape: AttentionShape) -> list[FlashTile]:
     sides = itertools.product((64, 128), (32, 64) if shape.head_dim > 128 else (64, 128))
     others = [FlashTile(queries, keys, queries // 16, first.stages) for queries, keys in sides if keys <= shape.source]
     return list(dict.fromkeys((first, *others)))
+
+
+def causal_tiles(gpu: Gpu | None, tokens: int, head_dim: int) -> list[FlashTile]:
+    """Return the configs of causal attention worth measuring, the default first."""
+    first = FlashTile(64 if tokens > 32 else 16, 64, 4, 2)
+    if gpu is None or gpu.capability[0] != 9 or tokens <= 64 or head_dim > 128:
+        return [first]
+    return [
+        first,
+        FlashTile(64, 64, 4, 3),
+        FlashTile(128, 64, 8, 2),
+        FlashTile(128, 128, 8, 2),
+        FlashTile(64, 128, 4, 2),
+    ]
 
 
 # -- a suffix ---------------------------------------------------------------------------------------------------------
@@ -166,8 +180,9 @@ def key_splits(gpu: Gpu | None, shape: SuffixShape) -> list[KeySplit]:
             split = deepest(KeySplit(rows, keys, tiles, 3, 4 if rows <= 32 else 8), (3, 2, 1), gpu, shape)
             found += [] if split is None else [split]
     found = cheapest(found, gpu, shape)
-    first = KeySplit(16, 64, 1, 1, 4) if shape.rows <= 128 else KeySplit(64, 64, 1, 1, 8)
-    whole = [] if first.why_not(gpu, shape) else [first]
+    low, tall = KeySplit(16, 64, 1, 1, 4), KeySplit(64, 64, 1, 1, 8)
+    whole = [tall] if shape.rows > 128 else [low, tall] if shape.rows > 32 else [low]
+    whole = [split for split in whole if split.why_not(gpu, shape) is None]
     # The sums of taller tiles fill the registers: programs that share keys would spill the parts that they store.
     parts = [split for split in found if split.rows <= 64][:MOST_MEASURED]
     best = [*whole, *parts] if shape.rows <= 128 else [*parts, *whole]
@@ -238,3 +253,61 @@ def cross_tiles(gpu: Gpu | None, shape: CrossShape) -> list[CrossTile]:
         tile = deepest(CrossTile(rows, block_k, 4, tile_keys), (4, 3, 2), gpu, shape)
         found += [] if tile is None else [tile]
     return found[:MOST_MEASURED]
+
+
+# -- heads that are normed together -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormedShape:
+    """The shape of `normed_attention`. `bytes`: of an element; `own`: whether the rows have keys, too."""
+
+    batch: int
+    tokens: int
+    prefix_tokens: int
+    heads: int
+    head_dim: int
+    bytes: int = 2
+    own: bool = True
+
+
+@dataclass(frozen=True)
+class NormedTile:
+    """A head a program: `queries` of a tile, `keys` of a tile of the prefix and `own` ones, `warps`."""
+
+    queries: int
+    keys: int
+    own: int
+    warps: int
+
+    def __str__(self) -> str:
+        return f"{self.queries} queries, {self.keys} and {self.own} keys, {self.warps} warps"
+
+    def shared(self, shape: NormedShape) -> int:
+        """Return the bytes of shared memory, at most."""
+        row = 2 * max(16, power_of_two(shape.head_dim // 2)) * shape.bytes
+        keys = 2 * max(self.keys if shape.prefix_tokens else 0, self.own if shape.own else 0)
+        return (self.queries + keys) * row + 4 * self.queries * max(self.keys, self.own)
+
+    def why_not(self, gpu: Gpu | None, sizes: NormedShape) -> str | None:
+        held = 2 * self.keys * sizes.head_dim * sizes.bytes if sizes.prefix_tokens else 0
+        if held > 512 * 32 * self.warps:
+            return f"{self} fetches more keys than registers before the wait"
+        return too_large(self, self.shared(sizes), gpu)
+
+    def cost(self, gpu: Gpu | None, sizes: NormedShape) -> tuple[float, ...]:
+        blocks = sizes.batch * sizes.heads * -(-sizes.tokens // self.queries)
+        turns = -(-sizes.prefix_tokens // self.keys) + (-(-sizes.tokens // self.own) if sizes.own else 0)
+        return imbalance(gpu, blocks), turns, self.warps
+
+
+def normed_tiles(gpu: Gpu | None, shape: NormedShape) -> list[NormedTile]:
+    """Return the configs worth measuring, all of which the GPU can run, the one to use unmeasured first."""
+    most = max(16, power_of_two(shape.prefix_tokens))
+    queries = [count for count in (16, 32, 64) if count < 2 * max(16, shape.tokens)]
+    # A thread has no registers to norm and rotate more keys at a time.
+    tiles = (
+        NormedTile(count, keys, min(8 * warps, max(16, power_of_two(shape.tokens))), warps)
+        for count, keys, warps in itertools.product(queries, dict.fromkeys((min(most, 128), min(most, 64))), (4, 8))
+    )
+    return cheapest((tile for tile in tiles if tile.why_not(gpu, shape) is None), gpu, shape, MOST_MEASURED)

@@ -65,8 +65,9 @@ def attention(
 
 @op("attention.triton_attention")
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None, together: Tensor | None = None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None, together: Tensor | None = None,
+    *, inverse_scale: float | None = None, tile: FlashTile | None = None,
+) -> None:  # fmt: skip
     """Causal attention.
 
     Args:
@@ -75,6 +76,7 @@ def causal_attention(
         out: (B, T, heads * d), contiguous.
         starts: (B,) int32, the rows before the first real one; each of them sees itself alone.
         together: (T,) int32, 1 for rows that see each other, whatever their order, otherwise 0.
+        tile: the tile config of Triton's kernel.
     """
     mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
     if together is not None:
@@ -82,7 +84,7 @@ def causal_attention(
     if starts is not None:
         real = torch.arange(q.shape[1], device=q.device) >= starts[:, None]
         mask = mask & (real[:, None] | torch.eye(q.shape[1], dtype=torch.bool, device=q.device))
-    out.copy_(reference.attention(q, k, v, mask).flatten(2).reshape(out.shape))
+    store(out, reference.attention(q, k, v, mask).flatten(2), inverse_scale)
 
 
 def attend(

@@ -18,6 +18,7 @@ from vla_accel.kernels.dispatch import kernels, path
 from vla_accel.kernels.gemm.epilogue import Heads, Norm
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear
+from vla_accel.kernels.rows.rows import normed
 from vla_accel.runtime import current
 
 AttentionWorkspace = tuple[Tensor, Tensor, Tensor]
@@ -89,18 +90,21 @@ def suffix_attention(
 
 
 def prefix_attention(
-    q: Tensor, prefix: Prefix, out: Tensor, workspace: AttentionWorkspace, *, config: KeySplit | None = None
-) -> None:
+    q: Tensor, prefix: Prefix, out: Tensor, workspace: AttentionWorkspace, *, config: KeySplit | None = None,
+    eps: float | None = None,
+) -> None:  # fmt: skip
     """Attention of queries (B, T, heads, d) to the first `lengths[b]` keys of the prefix alone. Arguments as of
-    `suffix_attention`; the workspace is that of a shape without `own` keys."""
+    `suffix_attention`; the workspace is that of a shape without `own` keys. `eps`: of an RMSNorm of each query first,
+    without weights; None: none."""
     batch, tokens, heads, head_dim = q.shape
     prefix_tokens, kv_heads = prefix.keys.shape[1:3]
     if path(q) != "reference":
         sizes = SuffixShape(batch, tokens, prefix_tokens, heads, kv_heads, head_dim, q.element_size(), own=False)
         config = config or attention_config.key_splits(current(q).gpu, sizes)[0]
         return kernels("attention.triton_attention").suffix_attention(
-            Heads(q, q, q), prefix, out, workspace, sizes, config, state_first=False, causal=False
+            Heads(q, q, q), prefix, out, workspace, sizes, config, state_first=False, causal=False, eps=eps
         )
+    q = q if eps is None else normed(q, False, eps).to(q.dtype)
     real = torch.arange(prefix_tokens, device=q.device) < prefix.lengths[:, None]
     values = prefix.values.masked_fill(~real[:, :, None, None], 0)
     out.copy_(reference.attention(q, prefix.keys, values, real[:, None].expand(-1, tokens, -1)).reshape(out.shape))

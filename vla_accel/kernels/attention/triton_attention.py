@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from vla_accel.kernels.attention.config import FlashTile, KeySplit, SuffixShape
+from vla_accel.kernels.attention.config import FlashTile, KeySplit, SuffixShape, causal_tiles
 from vla_accel.kernels.attention.ops import Tensors
 from vla_accel.kernels.attention.suffix import AttentionWorkspace, Prefix
 from vla_accel.kernels.chain import launch
@@ -26,7 +26,8 @@ LOG2E = constexpr(1.4426950408889634)
 
 class HeadShape(NamedTuple):
     """Constants of a kernel: heads, queries that share a head of keys, columns of a head and of its tile, a power of
-    two, and whether heads begin at multiples of 8 elements.
+    two, and whether heads begin at multiples of 8 elements. `low`, `rest`: columns of two tiles that take a head where
+    together they are smaller, such as 64 and 16 for 72; otherwise `block` and 0.
     """
 
     heads: int
@@ -34,13 +35,17 @@ class HeadShape(NamedTuple):
     dim: int
     block: int
     aligned: bool
+    low: int
+    rest: int
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor) -> HeadShape:
         """Return the constants of queries (B, T, heads, d) and keys (B, S, kv_heads, d)."""
         heads, dim = q.shape[2:]
-        aligned = q.stride(2) % 8 == k.stride(2) % 8 == 0
-        return cls(heads, heads // k.shape[2], dim, max(16, power_of_two(dim)), aligned)
+        aligned, block = q.stride(2) % 8 == k.stride(2) % 8 == 0, max(16, power_of_two(dim))
+        low, rest = block // 2, max(16, power_of_two(dim - block // 2))
+        low, rest = (low, rest) if dim > low >= 16 and low + rest < block else (block, 0)
+        return cls(heads, heads // k.shape[2], dim, block, aligned, low, rest)
 
 
 class Mask(NamedTuple):
@@ -74,24 +79,26 @@ def _attention(
     q_ptr, k_ptr, v_ptr, out_ptr, length_ptr = tensors
     SOURCE: constexpr = MASK.source
     WHOLE: constexpr = SOURCE % TILE.keys == 0 and length_ptr is None  # every tile of keys is full
-    UNMASKED: constexpr = WHOLE and H.dim == H.block
+    UNMASKED: constexpr = WHOLE and H.low <= H.dim
     q_strides, k_strides = strides
     scale, inverse_scale = scales
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     wait_for_previous(PDL)
     m = tl.program_id(0) * TILE.queries + tl.arange(0, TILE.queries)
     n = tl.arange(0, TILE.keys)
-    d = tl.arange(0, H.block)
+    d = tl.arange(0, H.low)
     in_d = d < H.dim
     q_place, kv_place = head * q_strides[2], (head // H.group) * k_strides[2]
     if H.aligned:
         # Triton would not know that heads of 72 begin at sixteen bytes, and load values one by one.
         q_place, kv_place = tl.multiple_of(q_place, 8), tl.multiple_of(kv_place, 8)
-    q = tl.load(
-        q_ptr + batch * q_strides[0] + m[:, None] * q_strides[1] + q_place + d[None, :],
-        mask=(m < tokens)[:, None] & in_d[None, :],
-        other=0.0,
-    )
+    q_at = q_ptr + batch * q_strides[0] + m[:, None] * q_strides[1] + q_place
+    q = tl.load(q_at + d[None, :], mask=(m < tokens)[:, None] & in_d[None, :], other=0.0)
+    if H.rest > 0:
+        r = H.low + tl.arange(0, H.rest)
+        in_r = r < H.dim
+        q_rest = tl.load(q_at + r[None, :], mask=(m < tokens)[:, None] & in_r[None, :], other=0.0)
+        acc_rest = tl.full((TILE.queries, H.rest), 0.0, tl.float32)
     length, padding = SOURCE, 0
     if length_ptr is not None:
         if MASK.causal:
@@ -101,8 +108,14 @@ def _attention(
     base = batch * k_strides[0] + kv_place
     best = tl.full((TILE.queries,), -float("inf"), tl.float32)
     total = tl.full((TILE.queries,), 0.0, tl.float32)
-    acc = tl.full((TILE.queries, H.block), 0.0, tl.float32)
-    for start in range(0, SOURCE, TILE.keys):
+    acc = tl.full((TILE.queries, H.low), 0.0, tl.float32)
+    end = SOURCE
+    if MASK.causal:
+        # Only rows that see each other see keys after themselves.
+        end = tl.minimum((tl.program_id(0) + 1) * TILE.queries, SOURCE)
+        if together_ptr is not None:
+            end = tl.where(tl.max(tl.load(together_ptr + m, mask=m < tokens, other=0), 0) > 0, SOURCE, end)
+    for start in range(0, end, TILE.keys):
         key = start + n
         real = key < length
         place = base + key * k_strides[1]
@@ -110,7 +123,11 @@ def _attention(
             k = tl.load(k_ptr + place[None, :] + d[:, None])
         else:
             k = tl.load(k_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
-        s = tl.dot(q, k) * scale
+        s = tl.dot(q, k)
+        if H.rest > 0:
+            inside = in_r[:, None] if WHOLE else real[None, :] & in_r[:, None]
+            s = tl.dot(q_rest, tl.load(k_ptr + place[None, :] + r[:, None], mask=inside, other=0.0), s)
+        s *= scale
         if MASK.causal:
             seen = key[None, :] <= m[:, None]
             if together_ptr is not None:
@@ -133,10 +150,15 @@ def _attention(
         else:
             v = tl.load(v_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-    out = acc / total[:, None]
-    target = out_ptr + ((batch * tokens + m[:, None]) * H.heads + head) * H.dim + d[None, :]
-    keep = (m < tokens)[:, None] & in_d[None, :]
-    store_rounded(target, out, keep, inverse_scale)
+        if H.rest > 0:
+            inside = in_r[None, :] if WHOLE else real[:, None] & in_r[None, :]
+            v_rest = tl.load(v_ptr + place[:, None] + r[None, :], mask=inside, other=0.0)
+            acc_rest = tl.dot(p.to(v.dtype), v_rest, acc_rest * shrink[:, None])
+    target = out_ptr + ((batch * tokens + m[:, None]) * H.heads + head) * H.dim
+    keep = (m < tokens)[:, None]
+    store_rounded(target + d[None, :], acc / total[:, None], keep & in_d[None, :], inverse_scale)
+    if H.rest > 0:
+        store_rounded(target + r[None, :], acc_rest / total[:, None], keep & in_r[None, :], inverse_scale)
 
 
 def attention(
@@ -149,11 +171,12 @@ def attention(
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None = None, together: Tensor | None = None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor | None, together: Tensor | None,
+    inverse_scale: float | None, tile: FlashTile | None,
+) -> None:  # fmt: skip
     """See `vla_accel.kernels.attention.ops.causal_attention`."""
-    tile = FlashTile(64 if q.shape[1] > 32 else 16, 64, 4, 2)
-    _launch((q, k, v, out, starts), (None, together), None, Mask(k.shape[1], causal=True), tile)
+    tile = tile or causal_tiles(current(q).gpu, q.shape[1], q.shape[3])[0]
+    _launch((q, k, v, out, starts), (None, together), inverse_scale, Mask(k.shape[1], causal=True), tile)
 
 
 def _launch(
@@ -166,6 +189,19 @@ def _launch(
     grid, strides = (triton.cdiv(tokens, tile.queries), heads, batch), (q.stride()[:3], k.stride()[:3])
     scales, run = (head_dim**-0.5 * LOG2E.value, inverse_scale), {"num_warps": tile.warps, "num_stages": tile.stages}
     launch(_attention, grid, tensors, *extra, tokens, strides, scales, HeadShape.of(q, k), tile, mask, **run)
+
+
+@triton.jit
+def attend_once(q, k, v, seen, real, scale):
+    """Attention of queries (M, D) to one tile of keys (D, N) and values (N, D), of which they see `seen` (M, N).
+
+    Returns the sums (M, D), the largest score and the sum of weights of each row. `real` (N,): keys whose values count:
+    a padded prefix may hold anything, NaN included, and 0 × NaN is NaN.
+    """
+    s = tl.where(seen, tl.dot(q, k) * scale, -float("inf"))
+    best = tl.max(s, 1)
+    p = tl.exp2(s - tl.where(best == -float("inf"), 0.0, best)[:, None])
+    return tl.dot(p.to(v.dtype), tl.where(real[:, None], v, 0.0)), best, tl.sum(p, 1)
 
 
 @triton.jit
@@ -191,18 +227,22 @@ def _store(part, best, total, workspace, target, mask, split, group, SPLITS: con
         arrived = tl.atomic_add(count_ptr + group, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             tl.debug_barrier()
+            # Unrolled, and the statistics of all parts first, so that all loads are under way together.
+            stats_of = stat_ptr + group * SPLITS * (2 * ROWS) + local
+            bests, totals = (), ()
+            for other in tl.static_range(SPLITS):
+                bests += (tl.load(stats_of + other * (2 * ROWS), cache_modifier=".cg"),)
+                totals += (tl.load(stats_of + other * (2 * ROWS) + ROWS, cache_modifier=".cg"),)
             best = tl.full((ROWS,), -float("inf"), tl.float32)
-            for other in range(SPLITS):
-                stats = stat_ptr + (group * SPLITS + other) * (2 * ROWS) + local
-                best = tl.maximum(best, tl.load(stats, cache_modifier=".cg"))
+            for other in tl.static_range(SPLITS):
+                best = tl.maximum(best, bests[other])
             best = tl.where(best == -float("inf"), 0.0, best)
             total = tl.zeros((ROWS,), tl.float32)
             acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for other in range(SPLITS):
-                stats = stat_ptr + (group * SPLITS + other) * (2 * ROWS) + local
+            for other in tl.static_range(SPLITS):
                 parts = part_ptr + (group * SPLITS + other).to(tl.int64) * (ROWS * COLUMNS) + at
-                weight = tl.exp2(tl.load(stats, cache_modifier=".cg") - best)
-                total += weight * tl.load(stats + ROWS, cache_modifier=".cg")
+                weight = tl.exp2(bests[other] - best)
+                total += weight * totals[other]
                 acc += weight[:, None] * tl.load(parts, cache_modifier=".cg")
             out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             tl.store(target, out.to(target.dtype.element_ty), mask=mask)
@@ -222,6 +262,16 @@ def _seen(token, key, tokens, MASK: constexpr):
 
 
 @triton.jit
+def _queries(at, kept, eps, H: constexpr):
+    """A tile of queries, and their RMSNorm with an `eps` that is not None."""
+    q = tl.load(at, mask=kept, other=0.0)
+    if eps is not None:
+        wide = q.to(tl.float32)
+        q = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / H.dim + eps)[:, None]).to(q.dtype)
+    return q
+
+
+@triton.jit
 def _suffix_attention(
     suffix, prefix, workspace, sizes, H: constexpr, TILE: constexpr, SPLITS: constexpr, MASK: constexpr, PDL: constexpr
 ):
@@ -229,7 +279,7 @@ def _suffix_attention(
     AT_ONCE: constexpr = TILE.tiles == 1
     q_ptr, suffix_keys, suffix_values, out_ptr = suffix
     prefix_keys, prefix_values, length_ptr = prefix
-    tokens, prefix_tokens, scale = sizes
+    tokens, prefix_tokens, scale, eps = sizes
     tile, split, pair = tl.program_id(1 if AT_ONCE else 0), tl.program_id(0 if AT_ONCE else 1), tl.program_id(2)
     batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
     row = tile * TILE.rows + tl.arange(0, TILE.rows)
@@ -258,18 +308,11 @@ def _suffix_attention(
             k = tl.load(suffix_keys + place[None, :] + d[:, None], mask=real_key[None, :] & in_d[:, None], other=0.0)
             v = tl.load(suffix_values + place[:, None] + d[None, :], mask=real_key[:, None] & in_d[None, :], other=0.0)
             seen = _seen(token, key, tokens, MASK)
-        q = tl.load(q_ptr + query, mask=kept, other=0.0)
-        s = tl.where(seen, tl.dot(q, k) * scale, -float("inf"))
-        best = tl.max(s, 1)
-        safe = tl.where(best == -float("inf"), 0.0, best)
-        p = tl.exp2(s - safe[:, None])
-        total = tl.sum(p, 1)
-        # A padded prefix may hold anything, NaN included, and 0 × NaN is NaN.
-        v = tl.where(real_key[:, None], v, 0.0)
-        part = tl.dot(p.to(v.dtype), v)
+        q = _queries(q_ptr + query, kept, eps, H)
+        part, best, total = attend_once(q, k, v, seen, real_key, scale)
     else:
         wait_for_previous(PDL)
-        q = tl.load(q_ptr + query, mask=kept, other=0.0)
+        q = _queries(q_ptr + query, kept, eps, H)
         best = tl.full((TILE.rows,), -float("inf"), tl.float32)
         total = tl.full((TILE.rows,), 0.0, tl.float32)
         part = tl.full((TILE.rows, H.block), 0.0, tl.float32)
@@ -306,14 +349,14 @@ def _suffix_attention(
 
 def suffix_attention(
     suffix: Heads, prefix: Prefix, out: Tensor, workspace: AttentionWorkspace, sizes: SuffixShape, tile: KeySplit, *,
-    state_first: bool, causal: bool,
+    state_first: bool, causal: bool, eps: float | None = None,
 ) -> None:  # fmt: skip
     """See `vla_accel.kernels.attention.suffix.suffix_attention` and, for a suffix without keys, `prefix_attention`."""
     own = 0 if not sizes.own else sizes.tokens if tile.joined else tile.keys
     splits = Splits(tile.prefix_splits(sizes), tile.splits(sizes), tile.row_tiles(sizes), own)
     shared = (splits.all, splits.row_tiles) if tile.tiles == 1 else (splits.row_tiles, splits.all)
     tensors = ((suffix.q, suffix.k, suffix.v, out), (prefix.keys, prefix.values, prefix.lengths), workspace)
-    numbers = (sizes.tokens, sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E.value)
+    numbers = (sizes.tokens, sizes.prefix_tokens, sizes.head_dim**-0.5 * LOG2E.value, eps)
     constants = (HeadShape.of(suffix.q, prefix.keys), tile, splits, Mask(0, causal=causal, first=state_first))
     grid, run = (*shared, sizes.batch * sizes.kv_heads), {"num_warps": tile.warps, "num_stages": tile.stages}
     launch(_suffix_attention, grid, *tensors, numbers, *constants, **run)

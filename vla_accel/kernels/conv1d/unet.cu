@@ -1,10 +1,10 @@
 // All denoising steps of a 1-D U-Net in one launch, for one sequence of up to 16 rows. This file follows
 // persistent/blocks.cu and the argument blocks of unet.py.
 //
-// A step is a table of phases. In a phase every block makes the phase's whole input in its shared memory, in BF16: it
-// reads the sums of the phase before from L2 and norms them itself, which takes less time than a second hand-off. Then
-// it multiplies the input with the weights of its own columns, which the copying warp has brought meanwhile, and stores
-// float32 sums. Every block also keeps the noisy chunk and computes the scheduler's step.
+// A step is a table of phases. In a phase every block makes the phase's whole input in its shared memory, in BF16: its
+// MAKERS warps read the sums of the phase before from L2 and norm them, which takes less time than a second hand-off.
+// Then WARPS of them multiply the input with the weights of the block's own columns, which the copying warp has brought
+// meanwhile, and store float32 sums. Every block also keeps the noisy chunk and computes the scheduler's step.
 //
 // Blocks exchange maps: float32 values whose last bit is a stamp, which tells whether a value is of this step. A map
 // has one half for even steps and one for odd steps; the stamp changes each time that a half is written, and all values
@@ -16,7 +16,12 @@
 // and those of them that have different channels; and the offsets INPUT_AT, ZEROS_AT, SUMS_AT, CHUNK_AT and TABLE_AT.
 
 #define ROWS 16
+#define TEAMS 8
+#define TEAM (MAKERS / TEAMS * 32)  // Threads of a team.
 #define ROW_BYTES 64  // of 32 columns
+
+// The barrier of the warps that make the input and multiply it.
+__device__ __forceinline__ void makers_sync() { bar_sync<MAKERS * 32>(1); }
 
 // Phase `index` of a step; behind the last one that of the network's output.
 __device__ __forceinline__ const Phase& phase_of(int index) { return ((const Phase*)(shared_memory + TABLE_AT))[index]; }
@@ -58,6 +63,18 @@ __device__ __forceinline__ float warp_sum(float v) {
   for (int lanes = 16; lanes > 0; lanes /= 2) v += __shfl_xor_sync(~0u, v, lanes);
   return v;
 }
+// The sum over a team, of two in turns: before a number is written again, the team has met at the other one.
+__device__ __forceinline__ float team_sum(float v, int turn) {
+  const int team = threadIdx.x / TEAM;
+  float* sums = (float*)(shared_memory + TEAMS_AT) + turn * MAKERS + team * (TEAM / 32);
+  v = warp_sum(v);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x % TEAM / 32] = v;
+  bar_sync<TEAM>(2 + team);
+  v = 0.f;
+#pragma unroll
+  for (int i = 0; i < TEAM / 32; ++i) v += sums[i];
+  return v;
+}
 // x tanh(log(1 + e^x)): with u = e^x the tanh is (u² + 2 u) / (u² + 2 u + 2).
 __device__ __forceinline__ float mish(float x) {
   const float u = exp2_fast(fminf(x, 20.f) * 1.44269504f), n = u * (u + 2.f);
@@ -71,15 +88,15 @@ __device__ __forceinline__ float4 mish(float4 v) { return make_float4(mish(v.x),
 __device__ __forceinline__ float sum_of(float4 v) { return v.x + v.y + v.z + v.w; }
 __device__ __forceinline__ float4 constants(const float* from, int column) { return __ldg((const float4*)(from + column)); }
 
-// A warp makes a group of channels at a time. A lane holds ROUNDS rows of WIDE quads of different columns. There are no
-// branches by lane: where a group is smaller, lanes repeat what others do, but for the sums. What is no sum of the phase
-// before is loaded before the wait.
+// A team of warps makes a group of channels at a time. A lane holds ROUNDS rows of WIDE quads of different columns.
+// There are no branches by lane: where a group is smaller, lanes repeat what others do, but for sums and stores. What
+// is no sum of the phase before is loaded before the wait.
 template <int WIDE>
 __device__ __forceinline__ void map_input(int rows, const Source& s, int first, const float* film, Step step) {
   constexpr int ROUNDS = (HELD + WIDE - 1) / WIDE;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, channels = s.channels, groups = s.groups;
-  const int width = channels / groups, across = width / 4, apart = max(1, 32 / across), size = rows * channels;
-  const int own = lane / across % apart, quad = across < 32 ? lane % across : lane;
+  const int team = threadIdx.x / TEAM, lane = threadIdx.x % TEAM, channels = s.channels, groups = s.groups;
+  const int width = channels / groups, across = width / 4, apart = max(1, TEAM / across), size = rows * channels;
+  const int own = lane / across % apart, quad = across < TEAM ? lane % across : lane;
   const bool alone = lane < apart * across;
   const float* from = step.half(s.rows, size);
   const float* residual = s.residual ? step.half(s.residual, size) : nullptr;
@@ -87,14 +104,14 @@ __device__ __forceinline__ void map_input(int rows, const Source& s, int first, 
   const u32 stamp = step.stamp();
   const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f), one = make_float4(1.f, 1.f, 1.f, 1.f);
 #pragma unroll 1
-  for (int group = warp; group < groups; group += WARPS) {
+  for (int group = team; group < groups; group += TEAMS) {
     int column[WIDE];
     float real[WIDE][ROUNDS];
     float4 weight[WIDE], bias[WIDE], scale[WIDE], shift[WIDE];
     int place[ROUNDS][WIDE], to[ROUNDS][WIDE];
 #pragma unroll
     for (int c = 0; c < WIDE; ++c) {
-      column[c] = group * width + min(quad + c * 32, across - 1) * 4;
+      column[c] = group * width + min(quad + c * TEAM, across - 1) * 4;
       weight[c] = scale[c] = one, bias[c] = shift[c] = zero;
     }
     if (s.weight) {
@@ -115,7 +132,7 @@ __device__ __forceinline__ void map_input(int rows, const Source& s, int first, 
     uint4 added[ROUNDS][WIDE], held[ROUNDS][WIDE];
     EACH_QUAD {
       const int row = r * apart + own, within = min(row, rows - 1);
-      real[c][r] = alone && row < rows && quad + c * 32 < across ? 1.f : 0.f;
+      real[c][r] = alone && row < rows && quad + c * TEAM < across ? 1.f : 0.f;
       place[r][c] = within * channels + column[c];
       to[r][c] = INPUT_AT + ((first + column[c]) / 32 * rows + within) * ROW_BYTES + (first + column[c]) % 32 * 2;
       added[r][c] = make_uint4(0, 0, 0, 0);
@@ -141,12 +158,12 @@ __device__ __forceinline__ void map_input(int rows, const Source& s, int first, 
       float sum = 0.f, squares = 0.f;
       const float count = 1.f / (rows * width);
       EACH_QUAD sum += real[c][r] * sum_of(floats_of(held[r][c]));
-      const float mean = warp_sum(sum) * count;
+      const float mean = team_sum(sum, 0) * count;
       EACH_QUAD {
         const float4 v = less(floats_of(held[r][c]), mean);
         squares += real[c][r] * sum_of(times(v, v));
       }
-      const float factor = rsqrtf(warp_sum(squares) * count + s.eps);
+      const float factor = rsqrtf(team_sum(squares, 1) * count + s.eps);
       // (x - mean) factor weight + bias
 #pragma unroll
       for (int c = 0; c < WIDE; ++c) weight[c] = times(weight[c], factor);
@@ -158,8 +175,9 @@ __device__ __forceinline__ void map_input(int rows, const Source& s, int first, 
     int turn = kept ? group * ROUNDS * WIDE % (int)gridDim.x : -1;
     EACH_QUAD {
       const float4 v = plus(floats_of(held[r][c]), floats_of(added[r][c]));
-      *(uint2*)(shared_memory + to[r][c]) = make_uint2(pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w));
-      if (turn == (int)blockIdx.x) st_relaxed_v4(kept + place[r][c], step.stamped(v));
+      const bool mine = real[c][r] > 0.f;
+      if (mine) *(uint2*)(shared_memory + to[r][c]) = make_uint2(pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w));
+      if (mine && turn == (int)blockIdx.x) st_relaxed_v4(kept + place[r][c], step.stamped(v));
       if (kept && ++turn == (int)gridDim.x) turn = 0;
     }
 #undef EACH_QUAD
@@ -170,7 +188,7 @@ __device__ __forceinline__ void map_input(int rows, const Source& s, int first, 
 __device__ __forceinline__ void chunk_input(const Phase& p) {
   const float* chunk = (const float*)(shared_memory + CHUNK_AT);
 #pragma unroll 1
-  for (int at = threadIdx.x; at < p.rows * p.blocks * 32; at += WARPS * 32) {
+  for (int at = threadIdx.x; at < p.rows * p.blocks * 32; at += MAKERS * 32) {
     const int row = at / (p.blocks * 32), column = at % (p.blocks * 32);
     u16* to = (u16*)(shared_memory + INPUT_AT) + (column / 32 * p.rows + row) * 32 + column % 32;
     *to = round_bf16(column < ACTIONS ? chunk[row * ACTIONS + column] : 0.f);
@@ -186,7 +204,7 @@ __device__ __forceinline__ void make_input(const Call& c, const Phase& p, Step s
     const float* film = c.conditions + (u64)step.index * c.films + s.condition;
     if (!s.rows)
       chunk_input(p);
-    else if (COLUMNS > 1 && s.channels / s.groups > 128)
+    else if (COLUMNS > 1 && s.channels / s.groups > 4 * TEAM)
       map_input<COLUMNS>(p.rows, s, first, film, step);
     else
       map_input<1>(p.rows, s, first, film, step);
@@ -195,9 +213,9 @@ __device__ __forceinline__ void make_input(const Call& c, const Phase& p, Step s
   // Zeros up to whole units.
   const int across = p.blocks * 8 - first / 4;
 #pragma unroll 1
-  for (int at = threadIdx.x; at < p.rows * across; at += WARPS * 32)
+  for (int at = threadIdx.x; at < p.rows * across; at += MAKERS * 32)
     put_input(p, at / across, first + at % across * 4, make_float4(0.f, 0.f, 0.f, 0.f));
-  consumers_sync();
+  makers_sync();
 }
 
 // -- products --------------------------------------------------------------------------------------------------------
@@ -230,10 +248,9 @@ struct Taps {
   }
 };
 
-// Multiplies the input with TILES x 8 columns. Threads of 128 x tile on get the sums of the tile: 8 i + j of row i and
-// column j. TALL: there are more than eight rows of results.
+// A warp's part of `multiply`: its blocks of K.
 template <int TILES, bool TALL>
-__device__ __forceinline__ float multiply(Ring& ring, const Phase& p, const Product& q, int parity) {
+__device__ __forceinline__ void multiply_part(Ring& ring, const Phase& p, const Product& q, float* sums) {
   constexpr int EACH = STAGE_UNITS / TILES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int units = units_of(p, q), span = p.blocks / WARPS;
@@ -264,15 +281,22 @@ __device__ __forceinline__ float multiply(Ring& ring, const Phase& p, const Prod
     }
     ring.release(1);
   }
-  // Sums as (tile, warp, row, column), for two products in turns: one barrier each.
-  float* sums = (float*)(shared_memory + SUMS_AT) + parity * 2 * WARPS * ROWS * 8;
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
     for (int i = 0; i < (TALL ? 2 : 1); ++i)
       *(float2*)(sums + ((tile * WARPS + warp) * ROWS + g + i * 8) * 8 + 2 * t) = make_float2(
           chains[tile][0][2 * i] + chains[tile][1][2 * i], chains[tile][0][2 * i + 1] + chains[tile][1][2 * i + 1]);
-  consumers_sync();
+}
+
+// Multiplies the input with TILES x 8 columns. Threads of 128 x tile on get the sums of the tile: 8 i + j of row i and
+// column j. TALL: there are more than eight rows of results. The warps beyond WARPS only wait for the others.
+template <int TILES, bool TALL>
+__device__ __forceinline__ float multiply(Ring& ring, const Phase& p, const Product& q, int parity) {
+  // Sums as (tile, warp, row, column), for two products in turns: one barrier each.
+  float* sums = (float*)(shared_memory + SUMS_AT) + parity * 2 * WARPS * ROWS * 8;
+  if (threadIdx.x < WARPS * 32) multiply_part<TILES, TALL>(ring, p, q, sums);
+  makers_sync();
   const int tile = threadIdx.x / 128, at = threadIdx.x % 128;
   float sum = 0.f;
   if (tile < TILES && at / 8 < q.outputs)
@@ -329,6 +353,11 @@ __device__ __forceinline__ Share tiles_of(const Call& c, int phase, const Produc
   // The second product begins with the last block, so that no block has the rest of both.
   return phase == c.count ? Share{0, q.tiles} : deal(q.tiles, second ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x);
 }
+// A block without tiles leaves a phase out, so that others read faster, unless it stores a part of the input.
+__device__ __forceinline__ bool idle(const Call& c, const Phase& p, int phase) {
+  const int tiles = tiles_of(c, phase, p.first, false).count + tiles_of(c, phase, p.second, true).count;
+  return tiles == 0 && !p.front.kept && !p.behind.kept;
+}
 __device__ __forceinline__ bool ends(const Call& c, int step) { return step + 1 < c.steps || blockIdx.x == 0; }
 
 __device__ __forceinline__ void produce(const Call& c) {
@@ -351,15 +380,16 @@ __device__ __forceinline__ void consume(const Call& c) {
   int parity = 0;
   const int own = threadIdx.x / 128, row = threadIdx.x % 128 / 8;  // of a pair of tiles
   float* chunk = (float*)(shared_memory + CHUNK_AT);
-  for (int at = threadIdx.x; at < LENGTH * ACTIONS; at += WARPS * 32) chunk[at] = __ldg(c.noise + at);
+  for (int at = threadIdx.x; at < LENGTH * ACTIONS; at += MAKERS * 32) chunk[at] = __ldg(c.noise + at);
   if (threadIdx.x < ROW_BYTES / 4) ((u32*)(shared_memory + ZEROS_AT))[threadIdx.x] = 0;
-  consumers_sync();
+  makers_sync();
 #pragma unroll 1
   for (int index = 0; index < c.steps; ++index)
 #pragma unroll 1
     for (int i = 0; i < c.count + ends(c, index); ++i) {
       const Step step{index};
       const Phase& p = phase_of(i);
+      if (idle(c, p, i)) continue;
       make_input(c, p, step);
 #pragma unroll 1
       for (int second = 0; second < 2; ++second) {
@@ -381,18 +411,18 @@ __device__ __forceinline__ void consume(const Call& c) {
             step_chunk(c, index, row * ACTIONS + column, sum);
         }
       }
-      if (i == c.count) consumers_sync();
+      if (i == c.count) makers_sync();
     }
   if (blockIdx.x == 0)
-    for (int at = threadIdx.x; at < LENGTH * ACTIONS; at += WARPS * 32) c.actions[at] = chunk[at];
+    for (int at = threadIdx.x; at < LENGTH * ACTIONS; at += MAKERS * 32) c.actions[at] = chunk[at];
 }
 
-extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 1) unet(const __grid_constant__ Call c) {
+extern "C" __global__ void __launch_bounds__((MAKERS + 1) * 32, 1) unet(const __grid_constant__ Call c) {
   if (threadIdx.x == 0) Stages().init();
   const int words = (c.count + 1) * (int)sizeof(Phase) / 8;
-  for (int at = threadIdx.x; at < words; at += (WARPS + 1) * 32) ((u64*)(shared_memory + TABLE_AT))[at] = ((const u64*)c.phases)[at];
+  for (int at = threadIdx.x; at < words; at += (MAKERS + 1) * 32) ((u64*)(shared_memory + TABLE_AT))[at] = ((const u64*)c.phases)[at];
   __syncthreads();
-  if (threadIdx.x < WARPS * 32)
+  if (threadIdx.x < MAKERS * 32)
     consume(c);
   else
     produce(c);

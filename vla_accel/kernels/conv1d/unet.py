@@ -24,9 +24,11 @@ from vla_accel.kernels.persistent import NotResident
 from vla_accel.kernels.struct import address, block
 from vla_accel.numeric import round_up
 
-WARPS = 8
-"""Warps that compute; one more warp copies. Each has a block of 32 columns of K of a unit."""
-THREADS = (WARPS + 1) * 32
+WARPS, MAKERS, TEAMS = 8, 16, 8
+"""Warps that multiply, each a block of 32 columns of K of a unit; warps that make their input, these and more, in teams
+of a group of channels each. One more warp copies."""
+THREADS = (MAKERS + 1) * 32
+_TEAM = MAKERS // TEAMS * 32
 MOST_ROWS = 16
 BLOCK = 32
 STAGE_UNITS, UNIT_BYTES, MOST_STAGES, LEAST_STAGES = 4, 8 * BLOCK * WARPS * 2, 12, 2
@@ -118,13 +120,13 @@ class Source:
 
     @property
     def groups(self) -> int:
-        """Groups of channels, each of which a warp makes."""
-        return WARPS if self.norm is None else self.norm.groups
+        """Groups of channels, each of which a team of warps makes."""
+        return TEAMS if self.norm is None else self.norm.groups
 
     def quads(self, rows: int) -> tuple[int, int]:
         """Return the rows of a group, and the quads of each, that a lane holds at most."""
         across = self.channels // self.groups // 4
-        return -(-rows // max(1, 32 // across)), -(-across // 32)
+        return -(-rows // max(1, _TEAM // across)), -(-across // _TEAM)
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class Layout:
         sizes = {
             "INPUT_AT": max(phase.rows * phase.blocks for phase in self.phases) * 2 * BLOCK,
             "ZEROS_AT": 2 * BLOCK, "SUMS_AT": 2 * 2 * WARPS * MOST_ROWS * 8 * 4,
+            "TEAMS_AT": 2 * MAKERS * 4,
             "CHUNK_AT": self.length * self.actions * 4, "TABLE_AT": len(self.phases) * ctypes.sizeof(PhaseBlock),
             "BARRIERS_AT": 2 * MOST_STAGES * 8, "RING_AT": 0,
         }  # fmt: skip
@@ -218,7 +221,7 @@ class Layout:
         columns = max(wide for _, wide in quads)
         held = max(rounds * (1 if wide == 1 else columns) for rounds, wide in quads)
         macros = {
-            "WARPS": WARPS, "STAGES": self.stages, "STAGE_UNITS": STAGE_UNITS, "UNDER_WAY": UNDER_WAY,
+            "WARPS": WARPS, "MAKERS": MAKERS, "STAGES": self.stages, "STAGE_UNITS": STAGE_UNITS, "UNDER_WAY": UNDER_WAY,
             "HELD": held, "COLUMNS": columns,
             "LENGTH": self.length, "ACTIONS": self.actions, **self.offsets,
         }  # fmt: skip

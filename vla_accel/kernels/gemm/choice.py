@@ -1,7 +1,8 @@
 """Which kernel runs a product of many rows: the Hopper GEMM or cuBLAS, measured while a program is built.
 
-Candidates are cuBLAS and the config of the table, or, without one, those of the search. Nothing is measured during
-graph capture or in a deterministic runtime; then, and for products that no program has measured, the table decides.
+Candidates are cuBLAS and the config of the table, or, without one, those of the search. Each call reads other weights,
+as a program's layers do, and the Hopper GEMM fetches the next call's ahead. Nothing is measured during graph capture or
+in a deterministic runtime; then, and for products that no program has measured, the table decides.
 
 cuBLAS cannot norm its input or add to the residual. Whether a norm runs inside the products around it is decided by
 both together, because it saves a kernel between them. The table's configs were timed in such chains.
@@ -9,7 +10,9 @@ both together, because it saves a kernel between them. The table's configs were 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,8 +34,10 @@ from vla_accel.kernels.rows.rows import add_norm
 from vla_accel.runtime import current
 
 Product = tuple[Linear, Activation]
-CALLS = 10
+CALLS = 24
 """Calls in a row that are measured together."""
+_CACHED = 128 << 20
+"""Bytes of weights that no cache holds."""
 _EPS = 1e-6
 HOPPER = "in CUDA C++"
 """The ledger's name of the Hopper GEMM."""
@@ -67,17 +72,25 @@ def trial(weights: Linear, activation: Activation, rows: int, gpu: Gpu) -> Calla
     if not plain:
         out = torch.empty(rows, n // 2 if activation.gated else n, dtype=kind, device=device)
     epilogue = Epilogue(activation=activation, quantize=1.0 if fp8 and not plain else None)
-    chain = Chain(gpu)
+    chain, layers = Chain(gpu), itertools.pairwise(in_turns(weights))
 
     def call(config: Library | HopperTile) -> Tensor:
+        layer, following = next(layers)
         if isinstance(config, Library):
-            by_library(x, weights, out, epilogue, (sums,))
+            by_library(x, layer, out, epilogue, (sums,))
         else:
             with chain.resumed():
-                hopper.gemm(x, weights, out, epilogue, None, config, gpu)
+                hopper.gemm(x, layer, out, replace(epilogue, ahead=following.ahead), None, config, gpu)
         return out
 
     return call
+
+
+def in_turns(weights: Linear) -> Iterator[Linear]:
+    """Return copies of a product in turns, as many as a cache does not hold: a program runs one layer after another, so
+    its weights come from memory."""
+    copies = range(1, min(CALLS, -(-_CACHED // max(weights.bytes, 1))))
+    yield from itertools.cycle([weights, *(replace(weights, weight=weights.weight.clone()) for _ in copies)])
 
 
 def has_hopper_gemm(rows: int, weights: Linear, activation: Activation, *, inside: bool = False) -> bool:
@@ -92,7 +105,7 @@ def why_no_hopper_gemm(rows: int, weights: Linear, activation: Activation, *, in
 
     Args:
         rows: rows of x.
-        activation: NONE, GELU, GEGLU or SWIGLU.
+        activation: one that the Hopper GEMM has.
         inside: whether the product norms its input or adds to the residual.
     """
     runtime = current(weights.weight)
@@ -156,16 +169,19 @@ def norm_trial(rows: int, before: Product, after: Product) -> Callable[[str], Te
     out, moments = (stream.new_empty(rows, n // 2) if activation.gated else sums), Moments.like(stream)
     epilogue, layer = Epilogue(activation=activation), second.sums is not None
     chain = Chain(current(device).gpu)
+    layers = itertools.pairwise(zip(in_turns(first), in_turns(second), strict=False))
 
     def call(way: str) -> Tensor:
+        (one, other), (following, _) = next(layers)
+        last = replace(epilogue, ahead=following.ahead)
         with chain.resumed():
             if way == "inside":
-                gemm(x, first, stream, Epilogue(residual=True, moments=moments))
-                gemm(stream, second, out, epilogue, Norm(_EPS, moments, sums=second.sums))
+                gemm(x, one, stream, Epilogue(residual=True, moments=moments))
+                gemm(stream, other, out, last, Norm(_EPS, moments, sums=second.sums))
             else:
-                gemm(x, first, y)
+                gemm(x, one, y)
                 add_norm(stream, y, stream, normed, layer=layer, eps=_EPS, inverse_scale=second.inverse_scale)
-                gemm(normed, second, out, epilogue, workspace=(sums,))
+                gemm(normed, other, out, last, workspace=(sums,))
         return out
 
     return call

@@ -33,7 +33,7 @@ from vla_accel.kernels.reference import MOMENTS_OF
 from vla_accel.numeric import power_of_two
 from vla_accel.runtime import current
 
-LIBRARY_ROWS = 33
+LIBRARY_ROWS = 17
 """Rows from which on cuBLAS and the Hopper GEMM are candidates, too."""
 _BARRIERS = 256
 """Bytes of shared memory, at most, of the barriers of tiles that come by TMA."""
@@ -84,7 +84,8 @@ class Skinny:
     """Up to 16 rows: weights go to registers before the wait for the previous kernel (`triton_skinny`).
 
     `columns` and `rows` of a program, `parts` of K (one for each warp), K of a chunk, chunks of weights that are loaded
-    before the wait.
+    before the wait. `ready`: these are also widened and in the tensor cores' layout before it; `ahead`: the next kernel
+    may start before the wait, and load its weights.
     """
 
     columns: int
@@ -92,9 +93,12 @@ class Skinny:
     block_k: int
     rows: int
     early: int
+    ready: bool = False
+    ahead: bool = False
 
     def __str__(self) -> str:
-        return f"skinny {self.rows}x{self.columns}x{self.block_k}/{self.parts}, {self.early} early"
+        more = (", ready" if self.ready else "") + (", ahead" if self.ahead else "")
+        return f"skinny {self.rows}x{self.columns}x{self.block_k}/{self.parts}, {self.early} early{more}"
 
     def shared(self, sizes: GemmSizes) -> int:
         """Return the bytes of shared memory, at most. Of two sides a chunk's weights are next to the following
@@ -105,8 +109,6 @@ class Skinny:
     def why_not(self, gpu: Gpu | None, sizes: GemmSizes) -> str | None:
         if why := too_large(self, self.shared(sizes), gpu):
             return why
-        if sizes.layer_norm:
-            return f"{self} applies a LayerNorm only to paired rows"
         return None if sizes.rows <= self.rows else f"{self} is for {self.rows} rows, not {sizes.rows}"
 
     def cost(self, gpu: Gpu | None, sizes: GemmSizes) -> tuple[float, ...]:
@@ -244,8 +246,10 @@ def variants(gpu: Gpu | None, sizes: GemmSizes, config: TritonConfig) -> list[Tr
 
     With so few stages that the next kernel's programs fit on a multiprocessor next to its own, with less of K in a
     stage, with prefetched weights where kernels can start early, with tiles by TMA, and with weights as the first
-    operand where that is multiplied by 64 rows at a time.
+    operand where that is multiplied by 64 rows at a time. Of `Skinny` the one that lets the next kernel start ahead.
     """
+    if isinstance(config, Skinny) and gpu is not None and gpu.dependent_launch:
+        return [config, replace(config, ahead=True)]
     if isinstance(config, (Skinny, OneRow)):
         return [config]
     found = [config]
@@ -269,26 +273,31 @@ def variants(gpu: Gpu | None, sizes: GemmSizes, config: TritonConfig) -> list[Tr
 def without_triton(gpu: Gpu | None, sizes: GemmSizes) -> list[Library | HopperTile]:
     """Return cuBLAS and the Hopper GEMM's configs, to be measured against the best of Triton's.
 
-    For many rows and weights of the rows' dtype. They read and write moments of the rows, and support no pinned rows.
+    For many rows; cuBLAS only for weights of the rows' dtype, the Hopper GEMM also for weights of one byte. They read
+    and write moments of the rows, and support no pinned rows.
     """
-    if sizes.rows < LIBRARY_ROWS or sizes.weight_bytes != sizes.row_bytes:
+    if sizes.rows < LIBRARY_ROWS:
         return []
-    own = few_rows(gpu, sizes.rows, sizes.n, sizes.k, 2 * sizes.columns if sizes.pairs else 0)
+    widened, paired = sizes.weight_bytes < sizes.row_bytes, 2 * sizes.columns if sizes.pairs else 0
+    own = few_rows(gpu, sizes.rows, sizes.n, sizes.k, paired, widened=widened) if sizes.row_bytes == 2 else []
     # The kernel after cuBLAS norms pairs alone.
-    library = [] if sizes.layer_norm else [Library()]
-    return [*library, *(own if sizes.row_bytes == 2 else ())]
+    return [*([] if widened or sizes.layer_norm else [Library()]), *own]
 
 
-def moments_columns(sizes: GemmSizes, config: Pipelined | Library | HopperTile) -> int:
+def moments_columns(sizes: GemmSizes, config: Pipelined | Skinny | Library | HopperTile) -> int:
     """Return the columns of the tiles in which a product writes moments of its output."""
-    if isinstance(config, Pipelined):
+    if isinstance(config, (Pipelined, Skinny)):
         return config.columns
     return sizes.columns if isinstance(config, Library) else MOMENTS_OF
 
 
 def _skinny(gpu: Gpu | None, sizes: GemmSizes) -> list[Skinny]:
+    """Return the fastest config on an H200, and where kernels can start early the one whose weights are ready."""
     config = skinny(sizes, gpu)
-    return [] if config.why_not(gpu, sizes) else [config]
+    if config.why_not(gpu, sizes):
+        return []
+    early = gpu is not None and gpu.dependent_launch
+    return [config, *([replace(config, ready=True)] if early else [])]
 
 
 def _one_row(gpu: Gpu | None, sizes: GemmSizes) -> list[OneRow]:

@@ -176,7 +176,7 @@ def _constants(weights, norm, e, at, SHAPE: constexpr, TILE: constexpr):
 
 
 @triton.jit
-def _sums_of_parts(acc, workspace, TILE: constexpr):
+def sums_of_parts(acc, workspace, TILE: constexpr):
     """Store this program's part of a tile's sums. Returns whether it is the last one, and then the sums of all."""
     part_ptr, count_ptr = workspace
     SIZE: constexpr = TILE.rows * TILE.columns
@@ -239,7 +239,7 @@ def _pipelined_columns(x, weights, w_tma, norm, e, workspace, SHAPE: constexpr, 
         acc = _multiply(tile, w, acc, TILE)
     y, last = _by_row(acc, TILE), True
     if TILE.split > 1:
-        last, y = _sums_of_parts(y, workspace, TILE)
+        last, y = sums_of_parts(y, workspace, TILE)
     if LATE:
         scale, weight_sums, constants = _constants(weights, norm, e, at, SHAPE, TILE)
     if last:

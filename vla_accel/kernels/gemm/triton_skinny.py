@@ -29,8 +29,9 @@ from vla_accel.kernels.gemm.triton_epilogues import (
     store_columns,
     store_pair,
 )
+from vla_accel.kernels.gemm.triton_moments import of_tiles
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.triton_common import scale_of_sums, wait_for_previous
+from vla_accel.kernels.triton_common import let_next_start, scale_of_sums, wait_for_previous
 
 
 @triton.jit
@@ -74,6 +75,26 @@ def _early(w_ptr, first, limit, K: constexpr, TILE: constexpr):
 
 
 @triton.jit
+def _no_sums(early, KIND: constexpr, TILE: constexpr, PDL: constexpr):
+    """Sums of zero (PARTS, BLOCK_M, BLOCK_N). With `ready` they are products of zeros with the early weights, which are
+    then widened and in the tensor cores' layout, behind their way through shared memory, before the wait."""
+    sums = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
+    if TILE.ready:
+        zeros = tl.full((TILE.parts, TILE.rows, TILE.block_k // TILE.parts), 0.0, KIND)
+        sums = tl.dot(zeros, early[0].to(KIND), sums)
+        if TILE.early > 1:
+            sums = tl.dot(zeros, early[1].to(KIND), sums)
+        if TILE.early > 2:
+            sums = tl.dot(zeros, early[2].to(KIND), sums)
+        if TILE.early > 3:
+            sums = tl.dot(zeros, early[3].to(KIND), sums)
+        if PDL:
+            # The compiler keeps the order of this and the wait.
+            sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], tl.float32, is_pure=False, pack=1)
+    return sums
+
+
+@triton.jit
 def _pick(early, CHUNK: constexpr, w_ptr, first, limit, K: constexpr, TILE: constexpr):
     """A chunk of a weight: one that `_early` has loaded, or loaded now."""
     if TILE.early > CHUNK:
@@ -96,6 +117,7 @@ def _modulated(x, scale_ptr, own, k0, K: constexpr, TILE: constexpr):
 
 @triton.jit
 def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+    let_next_start(PDL and TILE.ahead)
     w_ptr, wscale = weights
     HALF: constexpr = SHAPE.half
     K: constexpr = SHAPE.k
@@ -111,13 +133,17 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL
     early_b = _early(w_ptr, high, high_end, K, TILE)
     scale_a = scale_of_sums(w_ptr, wscale, tl.minimum(low + tl.arange(0, TILE.columns), low_end - 1))
     scale_b = scale_of_sums(w_ptr, wscale, tl.minimum(high + tl.arange(0, TILE.columns), high_end - 1))
+    acc_a, acc_b = (
+        _no_sums(early_a, x_ptr.dtype.element_ty, TILE, PDL),
+        _no_sums(early_b, x_ptr.dtype.element_ty, TILE, PDL),
+    )
     wait_for_previous(PDL)
-    acc_a = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
-    acc_b = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
     squares = tl.full((TILE.rows,), 0.0, tl.float32)
     own = 0
     if e.pinned is not None:
         own = own_row(e, row0 + tl.arange(0, TILE.rows)[None, :, None], K)
+    if SHAPE.tiles > 0:
+        parts = of_tiles(norm.squares, tl.minimum(row0 + tl.arange(0, TILE.rows), e.rows - 1), e.rows, SHAPE.tiles)
     coming = _row_tile(x_ptr, row0, e.rows, 0, K, TILE)
     for k0 in tl.static_range(0, K, BLOCK_K):
         x = coming
@@ -125,17 +151,21 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL
             coming = _row_tile(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
         wa = _pick(early_a, k0 // BLOCK_K, w_ptr, low, low_end, K, TILE)
         wb = _pick(early_b, k0 // BLOCK_K, w_ptr, high, high_end, K, TILE)
-        x, more = _modulated(x, norm.scale, own, k0, K, TILE)
-        squares += more
+        if SHAPE.tiles == 0:
+            x, more = _modulated(x, norm.scale, own, k0, K, TILE)
+            squares += more
         acc_a = tl.dot(x, wa.to(x.dtype), acc_a)
         acc_b = tl.dot(x, wb.to(x.dtype), acc_b)
+    if SHAPE.tiles > 0:
+        squares = tl.sum(parts, 0)
     rstd = tl.rsqrt(squares / K + norm.eps)[:, None]
     a, b = tl.sum(acc_a, 0) * scale_a * rstd, tl.sum(acc_b, 0) * scale_b * rstd
     store_pair(a, b, constants, e, (group, i0, row0), SHAPE, TILE)
 
 
 @triton.jit
-def _skinny_columns(x_ptr, weights, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+def _skinny_columns(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
+    let_next_start(PDL and TILE.ahead)
     w_ptr, wscale = weights
     N: constexpr = SHAPE.n
     K: constexpr = SHAPE.k
@@ -144,30 +174,55 @@ def _skinny_columns(x_ptr, weights, e, SHAPE: constexpr, TILE: constexpr, PDL: c
     early = _early(w_ptr, n0, N, K, TILE)
     scale = scale_of_sums(w_ptr, wscale, tl.minimum(n0 + tl.arange(0, TILE.columns), N - 1))
     constants = load_columns(e, (0, n0, row0), SHAPE, TILE)
+    acc = _no_sums(early, x_ptr.dtype.element_ty, TILE, PDL)
+    NORMED: constexpr = norm.eps is not None
+    weight_sums = scale
+    if norm.weight_sums is not None:
+        n = n0 + tl.arange(0, TILE.columns)
+        weight_sums = tl.load(norm.weight_sums + n, mask=n < N, other=0.0)[None, :]
     wait_for_previous(PDL)
     residual = load_residual(e, (0, n0, row0), SHAPE, TILE)
-    acc = tl.full((TILE.parts, TILE.rows, TILE.columns), 0.0, tl.float32)
+    total = tl.full((TILE.rows,), 0.0, tl.float32)
+    squares = tl.full((TILE.rows,), 0.0, tl.float32)
+    if SHAPE.tiles > 0:
+        row = tl.minimum(row0 + tl.arange(0, TILE.rows), e.rows - 1)
+        sums, parts = of_tiles(norm.sums, row, e.rows, SHAPE.tiles), of_tiles(norm.squares, row, e.rows, SHAPE.tiles)
     coming = _row_tile(x_ptr, row0, e.rows, 0, K, TILE)
     for k0 in tl.static_range(0, K, BLOCK_K):
         x = coming
         if k0 + BLOCK_K < K:
             coming = _row_tile(x_ptr, row0, e.rows, k0 + BLOCK_K, K, TILE)
         w = _pick(early, k0 // BLOCK_K, w_ptr, n0, N, K, TILE)
+        if NORMED and SHAPE.tiles == 0:
+            if norm.weight_sums is not None:
+                total += tl.sum(tl.sum(x.to(tl.float32), 2), 0)
+            x, more = _modulated(x, norm.scale, 0, k0, K, TILE)
+            squares += more
         acc = tl.dot(x, w.to(x.dtype), acc)
-    store_columns(tl.sum(acc, 0) * scale, constants, residual, e, (0, n0, row0), SHAPE, TILE)
+    y = tl.sum(acc, 0) * scale
+    if SHAPE.tiles > 0:
+        total, squares = tl.sum(sums, 0), tl.sum(parts, 0)
+    if norm.weight_sums is not None:
+        mean = total / K
+        y = (y - mean[:, None] * weight_sums) * tl.rsqrt(squares / K - mean * mean + norm.eps)[:, None]
+    elif NORMED:
+        y *= tl.rsqrt(squares / K + norm.eps)[:, None]
+    store_columns(y, constants, residual, e, (tl.program_id(0), n0, row0), SHAPE, TILE)
 
 
 def product(
     x: Tensor, weights: Linear, out: Tensor | Heads, epilogue: Epilogue, norm: Norm | None, config: Skinny
 ) -> None:
-    """`vla_accel.kernels.gemm.gemm`. A product of columns takes no norm; no moments are read or written."""
+    """`vla_accel.kernels.gemm.gemm`."""
     shape, row_tiles = product_shape(weights, epilogue, out, norm), triton.cdiv(len(x), config.rows)
     check_pairs(shape, norm)
     operands, after = (weights.weight, weights.sums_scale), epilogue_arguments(weights, epilogue, out, len(x))
+    x = x if norm is None else norm.rows(x)
     run = {"num_warps": config.parts, "num_stages": 1}
-    if norm is not None:
+    arguments = (x, operands, norm_arguments(norm), after, shape, config)
+    if shape.half:
         grid = (shape.groups * triton.cdiv(shape.half, config.columns), row_tiles)
-        launch(_skinny_pair, grid, x, operands, norm_arguments(norm), after, shape, config, **run)
+        launch(_skinny_pair, grid, *arguments, **run)
     else:
         grid = (triton.cdiv(shape.n, config.columns), row_tiles)
-        launch(_skinny_columns, grid, x, operands, after, shape, config, **run)
+        launch(_skinny_columns, grid, *arguments, **run)

@@ -12,6 +12,8 @@ from vla_accel.fp8 import E4M3, INT8, Format
 
 _ROWS = 2048
 """Rows of a weight that are cast at a time: copies of all of a large one would take more memory than a layer."""
+_AHEAD = 16 << 20
+"""Bytes of a weight that is fetched ahead, at most: caches that hold such weights have several times as many."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ class Linear:
         """The weight (N, K) that is computed with, in a wide dtype."""
         scale = self.sums_scale
         return self.weight.to(dtype) * (scale.to(dtype)[:, None] if isinstance(scale, Tensor) else scale)
+
+    @property
+    def ahead(self) -> Tensor | None:
+        """The weight, if a cache holds it next to what another product reads; else None (`Epilogue.ahead`)."""
+        # The copy engine takes pieces of 16 bytes.
+        return self.weight if self.bytes <= _AHEAD and self.bytes % 16 == 0 else None
 
     @property
     def integers(self) -> bool:

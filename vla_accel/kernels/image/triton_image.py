@@ -16,8 +16,9 @@ from torch import Tensor
 from triton.language import constexpr
 
 from vla_accel.kernels.activation import Activation
+from vla_accel.kernels.chain import launch
 from vla_accel.kernels.image.ops import GroupNorm, Sum
-from vla_accel.kernels.triton_common import activated, gelu_erf, softmax_step
+from vla_accel.kernels.triton_common import activated, gelu_erf, softmax_step, wait_for_previous
 from vla_accel.numeric import power_of_two
 
 LOG2E = constexpr(1.4426950408889634)
@@ -101,7 +102,9 @@ def _summed(source, row, column, keep, real, size, X: constexpr):
 
 
 @triton.jit
-def _rows(source, gamma_ptr, targets, rows, size, X: constexpr, ACTIVATION: constexpr, PAD: constexpr):
+def _rows(
+    source, gamma_ptr, targets, rows, size, X: constexpr, ACTIVATION: constexpr, PAD: constexpr, PDL: constexpr
+):  # fmt: skip
     C: constexpr = X.channels
     BLOCK_C: constexpr = triton.next_power_of_2(C)
     ROWS: constexpr = max(1, TILE // BLOCK_C)
@@ -120,6 +123,7 @@ def _rows(source, gamma_ptr, targets, rows, size, X: constexpr, ACTIVATION: cons
     else:
         row = target
         inside = keep
+    wait_for_previous(PDL)
     total = _summed(source, row[:, None], column[None, :], inside, (column < C)[None, :], size, X)
     if PAD:
         total = tl.where(inside, total, 0.0)
@@ -155,14 +159,16 @@ def _launch_rows(
     out = x.value.new_empty(size)
     total = out if gamma is None else x.value.new_empty(size) if keep else None
     count, source = batch * size[1] * size[2], (x.value, x.residual, x.shift)
-    _rows[(triton.cdiv(count, max(1, TILE.value // power_of_two(channels))),)](
-        source, gamma, (total, out), count, (height, width), SumKind.of(x), activation.code, pad, num_warps=4
-    )
+    grid = (triton.cdiv(count, max(1, TILE.value // power_of_two(channels))),)
+    kinds = SumKind.of(x), activation.code, pad
+    launch(_rows, grid, source, gamma, (total, out), count, (height, width), *kinds, num_warps=4)
     return out if total is None else total, out
 
 
 @triton.jit
-def _group_sums(source, skip_ptr, sum_ptr, part_ptr, size, X: constexpr, SKIP: constexpr, G: constexpr):
+def _group_sums(
+    source, skip_ptr, sum_ptr, part_ptr, size, X: constexpr, SKIP: constexpr, G: constexpr, PDL: constexpr
+):  # fmt: skip
     # A program has whole groups side by side in its lanes, so that loads are long and aligned for any width of a group.
     C: constexpr = X.channels
     pixels = size[0] * size[1]
@@ -172,6 +178,7 @@ def _group_sums(source, skip_ptr, sum_ptr, part_ptr, size, X: constexpr, SKIP: c
     real = (lane < G.taken * G.channels)[None, :] & (channel < C + SKIP)
     sums = tl.full((G.lanes,), 0.0, tl.float32)
     squares = tl.full((G.lanes,), 0.0, tl.float32)
+    wait_for_previous(PDL)
     for turn in range(G.passes):
         pixel = (piece * G.passes + turn) * G.rows + tl.arange(0, G.rows)
         row = (batch * pixels + pixel)[:, None]
@@ -205,7 +212,9 @@ def _membership(G: constexpr):
 
 
 @triton.jit
-def _group_apply(source, sums, affine, after_ptr, out_ptr, size, X: constexpr, G: constexpr, ACTIVATION: constexpr):
+def _group_apply(
+    source, sums, affine, after_ptr, out_ptr, size, X: constexpr, G: constexpr, ACTIVATION: constexpr, PDL: constexpr
+):  # fmt: skip
     weight_ptr, bias_ptr, eps = affine
     part_ptr, pieces = sums
     C: constexpr = X.channels
@@ -221,6 +230,7 @@ def _group_apply(source, sums, affine, after_ptr, out_ptr, size, X: constexpr, G
     parts = part_ptr + (batch * pieces + part)[:, None] * (2 * G.groups) + group[None, :]
     have = (part < pieces)[:, None] & ((local < G.taken) & (group < G.groups))[None, :]
     count = pixels * G.channels * 1.0
+    wait_for_previous(PDL)
     mean = tl.sum(tl.load(parts, mask=have, other=0.0), 0) / count
     square = tl.sum(tl.load(parts + G.groups, mask=have, other=0.0), 0) / count
     scale = tl.rsqrt(tl.maximum(square - mean * mean, 0.0) + eps)
@@ -245,7 +255,9 @@ def _store_normed(out_ptr, after_ptr, place, normed, keep, ACTIVATION: constexpr
 
 
 @triton.jit
-def _group_whole(source, affine, after_ptr, out_ptr, size, X: constexpr, G: constexpr, ACTIVATION: constexpr):
+def _group_whole(
+    source, affine, after_ptr, out_ptr, size, X: constexpr, G: constexpr, ACTIVATION: constexpr, PDL: constexpr
+):  # fmt: skip
     # A program reads its group from the cache again for the variance and for the result.
     weight_ptr, bias_ptr, eps = affine
     C: constexpr = X.channels
@@ -257,6 +269,7 @@ def _group_whole(source, affine, after_ptr, out_ptr, size, X: constexpr, G: cons
     bias = tl.load(bias_ptr + channel, mask=real, other=0.0)
     count = pixels * G.channels * 1.0
     mean, variance = 0.0, 0.0
+    wait_for_previous(PDL)
     for turn in tl.static_range(PASSES):
         pixel = turn * G.rows + tl.arange(0, G.rows)[:, None]
         keep = (pixel < pixels) & real
@@ -288,7 +301,8 @@ def _launch_whole(x: Sum, norm: GroupNorm, activation: Activation, after: Tensor
     shape = GroupShape(norm.groups, per_group, 1, lanes, rows, passes, 1)
     tensors, affine = (x.value, x.residual, x.shift), (norm.weight, norm.bias, norm.eps)
     constants = (SumKind.of(x), shape, activation.code)
-    _group_whole[(norm.groups, batch)](tensors, affine, after, out, (height, width), *constants, num_warps=4)
+    grid = (norm.groups, batch)
+    launch(_group_whole, grid, tensors, affine, after, out, (height, width), *constants, num_warps=4)
     return out
 
 
@@ -320,15 +334,15 @@ def group_act(
     parts = torch.empty((batch, pieces, 2, norm.groups), dtype=torch.float32, device=device)
     shape = GroupShape(norm.groups, per_group, taken, block, tile, passes, power_of_two(pieces))
     tensors = (x.value, x.residual, x.shift)
-    sums = _group_sums[(pieces, blocks, batch)]
-    sums(tensors, skip, total, parts, (height, width), SumKind.of(x), extra, shape, num_warps=4)
+    arguments, size = (tensors, skip, total, parts), (height, width)
+    launch(_group_sums, (pieces, blocks, batch), *arguments, size, SumKind.of(x), extra, shape, num_warps=4)
     source = x if total is None else Sum(total)
     # Large images get more programs than partial sums, with fewer passes each, for balance.
     shape = shape._replace(passes=min(passes, 4))
     tensors, affine = (source.value, source.residual, source.shift), (norm.weight, norm.bias, norm.eps)
     constants = (SumKind.of(source), shape, activation.code)
-    apply = _group_apply[(triton.cdiv(pixels, shape.passes * tile), blocks, batch)]
-    apply(tensors, (parts, pieces), affine, after, out, (height, width), *constants, num_warps=4)
+    grid = (triton.cdiv(pixels, shape.passes * tile), blocks, batch)
+    launch(_group_apply, grid, tensors, (parts, pieces), affine, after, out, size, *constants, num_warps=4)
     return (source.value if keep else out), out
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from triton.language import constexpr
 
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.triton_common import activated
+from vla_accel.kernels.chain import launch
+from vla_accel.kernels.triton_common import activated, wait_for_previous
 
 _TILE = 2048
 """Numbers that one program makes."""
@@ -16,7 +17,8 @@ _TILE = 2048
 
 @triton.jit
 def _max_pool(
-    x_ptr, shift_ptr, out_ptr, pixels, size, out_size, C: constexpr, PIXELS: constexpr, ACTIVATION: constexpr
+    x_ptr, shift_ptr, out_ptr, pixels, size, out_size, C: constexpr, PIXELS: constexpr, ACTIVATION: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     height, width = size
     out_height, out_width = out_size
@@ -24,6 +26,7 @@ def _max_pool(
     keep = (pixel < pixels)[:, None] & (channel < C)
     image = (pixel // (out_height * out_width)).to(tl.int64)
     top, left = 2 * (pixel // out_width % out_height) - 1, 2 * (pixel % out_width) - 1
+    wait_for_previous(PDL)
     most = tl.full((PIXELS, triton.next_power_of_2(C)), float("-inf"), tl.float32)
     for down in tl.static_range(3):
         for right in tl.static_range(3):
@@ -43,7 +46,6 @@ def max_pool(x: Tensor, shift: Tensor | None, *, activation: Activation) -> Tens
     out = x.new_empty(batch, (height + 1) // 2, (width + 1) // 2, channels)
     pixels, each = out.numel() // channels, max(1, _TILE // triton.next_power_of_2(channels))
     sizes = (height, width), (out.shape[1], out.shape[2])
-    _max_pool[(triton.cdiv(pixels, each),)](
-        x, shift, out, pixels, *sizes, channels, each, activation.code, num_warps=4
-    )  # fmt: skip
+    grid = (triton.cdiv(pixels, each),)
+    launch(_max_pool, grid, x, shift, out, pixels, *sizes, channels, each, activation.code, num_warps=4)
     return out

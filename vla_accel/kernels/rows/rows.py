@@ -118,6 +118,18 @@ def post_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *
 
 
 @op(_TRITON)
+def project_normed(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, eps: float) -> None:
+    """out = LayerNorm(x) weightᵀ + bias in float32, for a few columns. The norm has no weights.
+
+    Args:
+        x: (R, W).
+        weight, bias: (A, W) and (A,) float32.
+        out: (R, A) float32.
+    """
+    out.copy_(normed(x, True, eps).to(out.dtype) @ weight.to(out.dtype).T + bias.to(out.dtype))
+
+
+@op(_TRITON)
 def add_at(y: Tensor, places: Tensor, x: Tensor) -> None:
     """Add y (B, I, W) to the rows `places` (I,) int64, all different, of every S rows of x (B * S, W)."""
     x.view(len(y), -1, x.shape[1]).index_add_(1, places, y.to(x.dtype))
@@ -189,44 +201,42 @@ def rotate(
 
 @dataclass(frozen=True)
 class NormedHeads:
-    """Where queries, keys and values go, those that rows have, contiguous and R * heads * d values each; and the
-    weights (layers, heads * d) float32 of the RMSNorms of queries and keys."""
+    """Where keys and values go, contiguous and R * heads * d values each; and the weights (layers, heads * d) float32
+    of the RMSNorm of keys."""
 
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-
-    @property
-    def parts(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Outputs with the weights of their norms, in the order of a row."""
-        found = ((self.q, self.q_norm), (self.k, self.k_norm), (self.v, None))
-        return [(out, norm) for out, norm in found if out is not None]
+    k: Tensor
+    v: Tensor
+    norm: Tensor
 
 
 @op(_TRITON)
 def norm_heads(
     x: Tensor, into: NormedHeads, rope: tuple[Tensor, Tensor] | None, *, heads: int, eps: float, layers: int = 1
 ) -> None:
-    """Norm queries and keys of rows x (R, N * heads * d) over all their heads together, and rotate them.
+    """Norm the keys of rows x (R, 2 * heads * d) of keys and values over all their heads together, and rotate them.
 
     Args:
-        into: N outputs.
         rope: cos and sin (T, d / 2) float32 of a sequence's rows; None: nothing is rotated.
         layers: the rows of so many layers take turns. Outputs have all rows of the first layer first.
     """
-    parts = into.parts
     wide = torch.promote_types(x.dtype, torch.float32)
-    for part, (out, weight) in zip(x.chunk(len(parts), 1), parts, strict=True):
-        value = part.to(wide).view(-1, layers, part.shape[1])
-        if weight is not None:
-            value = normed(value, False, eps) * weight.view(layers, -1)
-            if rope is not None:
-                cos, sin = (table[:, None].to(wide) for table in rope)
-                rows = value.view(-1, len(cos), heads, part.shape[1] // heads)
-                value = reference.apply_rope(rows, cos, sin).view(value.shape)
-        out.copy_(value.transpose(0, 1).reshape(out.shape))
+    k, v = (part.reshape(-1, layers, part.shape[1]) for part in x.chunk(2, 1))
+    k = normed(k.to(wide), False, eps) * into.norm.view(layers, -1)
+    if rope is not None:
+        cos, sin = (table[:, None].to(wide) for table in rope)
+        k = reference.apply_rope(k.view(-1, len(cos), heads, k.shape[2] // heads), cos, sin).view(k.shape)
+    for part, out in ((k, into.k), (v, into.v)):
+        out.copy_(part.transpose(0, 1).reshape(out.shape))
+
+
+@op(_TRITON)
+def norm_rows(x: Tensor, out: Tensor, *, heads: int, eps: float) -> None:
+    """out = RMSNorm of the rows x (R, W) and then, of several `heads`, RMSNorm of each head. The norms have no
+    weights."""
+    value = normed(x, False, eps)
+    if heads > 1:
+        value = normed(value.unflatten(1, (heads, -1)), False, eps)
+    out.copy_(value.reshape(out.shape))
 
 
 # -- what references share --------------------------------------------------------------------------------------------

@@ -131,6 +131,28 @@ def post_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *
 
 
 @triton.jit
+def _project_normed(tensors, eps, WIDTH: constexpr, OUTS: constexpr, PDL: constexpr):
+    x_ptr, weight_ptr, bias_ptr, out_ptr = tensors
+    let_next_start(PDL)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, triton.next_power_of_2(WIDTH))
+    keep = column < WIDTH
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * WIDTH + column, mask=keep, other=0.0).to(tl.float32)
+    centred = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
+    h = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    for first in range(0, OUTS, 8):
+        n = first + tl.arange(0, 8)
+        weights = tl.load(weight_ptr + n[:, None] * WIDTH + column[None, :], mask=(n < OUTS)[:, None] & keep, other=0.0)
+        sums = tl.sum(weights * h[None, :], 1) + tl.load(bias_ptr + n, mask=n < OUTS, other=0.0)
+        tl.store(out_ptr + row * OUTS + n, sums, mask=n < OUTS)
+
+
+def project_normed(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, eps: float) -> None:
+    rows, width = x.shape
+    launch(_project_normed, (rows,), (x, weight, bias, out), eps, width, len(weight), num_warps=4)
+
+
+@triton.jit
 def _embed_norm(sources, x_ptr, h_ptr, scales, IMAGES: constexpr, LENGTH: constexpr, WIDTH: constexpr):
     row = tl.program_id(0)
     image_ptr, token_ptr, table_ptr, state_ptr, length_ptr = sources
@@ -271,9 +293,10 @@ def rotate(
 
 @triton.jit
 def _norm_heads(
-    x_ptr, outs, norms, rope, eps, rows, TOKENS: constexpr, HEADS: constexpr, HALF: constexpr, PARTS: constexpr,
-    LAYERS: constexpr, PDL: constexpr,
+    x_ptr, into, rope, eps, rows, TOKENS: constexpr, HEADS: constexpr, HALF: constexpr, LAYERS: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
+    k_ptr, v_ptr, norm_ptr = into
     cos_ptr, sin_ptr = rope
     WIDTH: constexpr = HEADS * 2 * HALF
     let_next_start(PDL)
@@ -284,38 +307,57 @@ def _norm_heads(
     place = head * (2 * HALF) + i
     layer = row % LAYERS
     target = (layer * (rows // LAYERS) + row // LAYERS).to(tl.int64) * WIDTH + place
+    factors = norm_ptr + layer * WIDTH + place
+    low, high = tl.load(factors, mask=real, other=0.0), tl.load(factors + HALF, mask=real, other=0.0)
     wait_for_previous(PDL)
-    for part in tl.static_range(PARTS):
-        out_ptr, norm_ptr = outs[part], norms[part]
-        source = x_ptr + row.to(tl.int64) * (PARTS * WIDTH) + part * WIDTH + place
-        a = tl.load(source, mask=real, other=0.0).to(tl.float32)
-        b = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
-        if norm_ptr is not None:
-            rstd = tl.rsqrt(tl.sum(tl.sum(a * a + b * b, 1), 0) / WIDTH + eps)
-            factors = norm_ptr + layer * WIDTH + place
-            a *= rstd * tl.load(factors, mask=real, other=0.0)
-            b *= rstd * tl.load(factors + HALF, mask=real, other=0.0)
-            if cos_ptr is not None:
-                angle = (row % TOKENS) * HALF + i
-                cos = tl.load(cos_ptr + angle, mask=i < HALF, other=0.0)
-                sin = tl.load(sin_ptr + angle, mask=i < HALF, other=0.0)
-                low = a * cos - b * sin
-                b = b * cos + a * sin
-                a = low
-        kind = out_ptr.dtype.element_ty
-        tl.store(out_ptr + target, a.to(kind), mask=real)
-        tl.store(out_ptr + target + HALF, b.to(kind), mask=real)
+    source = x_ptr + row.to(tl.int64) * (2 * WIDTH) + place
+    a = tl.load(source, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
+    v_low = tl.load(source + WIDTH, mask=real, other=0.0)
+    v_high = tl.load(source + WIDTH + HALF, mask=real, other=0.0)
+    rstd = tl.rsqrt(tl.sum(tl.sum(a * a + b * b, 1), 0) / WIDTH + eps)
+    a *= rstd * low
+    b *= rstd * high
+    if cos_ptr is not None:
+        angle = (row % TOKENS) * HALF + i
+        cos = tl.load(cos_ptr + angle, mask=real, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=real, other=0.0)
+        turned = a * cos - b * sin
+        b = b * cos + a * sin
+        a = turned
+    kind = k_ptr.dtype.element_ty
+    tl.store(k_ptr + target, a.to(kind), mask=real)
+    tl.store(k_ptr + target + HALF, b.to(kind), mask=real)
+    tl.store(v_ptr + target, v_low.to(kind), mask=real)
+    tl.store(v_ptr + target + HALF, v_high.to(kind), mask=real)
 
 
 def norm_heads(
     x: Tensor, into: NormedHeads, rope: tuple[Tensor, Tensor] | None, *, heads: int, eps: float, layers: int
 ) -> None:
-    parts = into.parts
-    outs, norms = (tuple(part[i] for part in parts) for i in range(2))
-    half = x.shape[1] // (len(parts) * heads * 2)
-    tokens = 1 if rope is None else len(rope[0])
-    sizes = (tokens, heads, half, len(parts), layers)
-    launch(_norm_heads, (len(x),), x, outs, norms, rope or (None, None), eps, len(x), *sizes, num_warps=4)
+    tokens, tensors = 1 if rope is None else len(rope[0]), (into.k, into.v, into.norm)
+    sizes = (tokens, heads, x.shape[1] // (4 * heads), layers)
+    launch(_norm_heads, (len(x),), x, tensors, rope or (None, None), eps, len(x), *sizes, num_warps=4)
+
+
+@triton.jit
+def _norm_rows(x_ptr, out_ptr, eps, HEADS: constexpr, DIM: constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    d = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+    real = (head < HEADS) & (d < DIM)
+    place = row * (HEADS * DIM) + head * DIM + d
+    x = tl.load(x_ptr + place, mask=real, other=0.0).to(tl.float32)
+    by_head = tl.sum(x * x, 1)
+    rstd = tl.rsqrt(tl.sum(by_head, 0) / (HEADS * DIM) + eps)
+    x *= rstd
+    if HEADS > 1:
+        x *= tl.rsqrt(by_head * rstd * rstd / DIM + eps)[:, None]
+    tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def norm_rows(x: Tensor, out: Tensor, *, heads: int, eps: float) -> None:
+    launch(_norm_rows, (len(x),), x, out, eps, heads, x.shape[1] // heads, num_warps=4)
 
 
 @triton.jit

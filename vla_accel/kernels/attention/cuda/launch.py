@@ -23,6 +23,8 @@ ARCHITECTURE = "sm_90a"
 LOG2E = 1.4426950408889634
 SLOTS = 5
 MAX_SPLITS = 3
+WHOLE_KEYS = 320
+"""Keys that are all in shared memory, and whose scores are in registers."""
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 Kernel = Literal["whole", "shared_keys"]
@@ -74,7 +76,7 @@ def why_not(gpu: Gpu, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lengths: Ten
 
 
 def _fits_whole(q: Tensor, k: Tensor, lengths: Tensor | None) -> bool:
-    return lengths is None and q.shape[2] == k.shape[2] and q.shape[3] in (64, 72, 80) and k.shape[1] <= 256
+    return lengths is None and q.shape[2] == k.shape[2] and q.shape[3] in (64, 72, 80) and k.shape[1] <= WHOLE_KEYS
 
 
 def _fits_shared_keys(q: Tensor, k: Tensor) -> bool:
@@ -83,14 +85,14 @@ def _fits_shared_keys(q: Tensor, k: Tensor) -> bool:
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, out: Tensor, inverse_scale: float | None) -> None:
-    """All keys at once: no lengths, as many key heads as query heads, a small head, at most 256 keys."""
+    """All keys at once: no lengths, as many key heads as query heads, a small head, at most `WHOLE_KEYS` keys."""
     batch, tokens, heads, head_dim = q.shape
     source = k.shape[1]
     tiles = -(-tokens // 64)
     read, written = (x.data_ptr() for x in (q, k, v)), Output(out.data_ptr(), inverse_scale or 1.0)
     call = Whole(*read, *q.stride()[:3], *k.stride()[:3], written, head_dim**-0.5 * LOG2E, tokens, tiles, heads)
     module = _module("whole", q.dtype, inverse_scale is not None, q.device, D=head_dim, S=source)
-    maps = WholeMaps(_map(q, 64), *(_map(x, round_up(source, 64)) for x in (k, v)))
+    maps = WholeMaps(_map(q, 64), *(_map(x, round_up(source, 64) // 2) for x in (k, v)))
     launch_cuda(module, "whole", batch * heads * tiles, 256, (maps, call))
 
 
@@ -131,7 +133,8 @@ def plan(kernel: str, dtype: torch.dtype, quantised: bool, **sizes: int) -> tupl
     if kernel == "whole":
         keys, chunks = round_up(sizes["S"], 64), head_dim // 8
         # Swizzled rows of 128 bytes, what is left of them, two barriers, both halves' exchange and statistics.
-        shared = 128 * (64 + 2 * keys) + 16 * (2 * 64 + 4 * keys) + 16 + 16 * 128 * chunks + 16 * 256
+        rest = 16 * (2 * 64 + 4 * keys) if chunks > 8 else 0
+        shared = 128 * (64 + 2 * keys) + rest + 16 + 16 * 128 * chunks + 16 * 256
         products = {"qk": keys // 2, "pv": 64, **({"pv_rest": head_dim - 64} if head_dim > 64 else {})}
     else:
         macros |= {"SLOTS": SLOTS, "MAX_SPLITS": MAX_SPLITS}

@@ -1,4 +1,4 @@
-// Attention of a vision tower: it has up to 256 keys and a head of 64, 72 or 80. This file follows common.cu.
+// Attention of up to 320 keys, as of a vision tower, with a head of 64, 72 or 80. This file follows common.cu.
 //
 // A block has 64 queries and all S keys of a head at once, so it needs no running maximum. A row's first 128 bytes come
 // swizzled through a tensor map; the rest of it comes in chunks of 16 bytes, and a head of 72 is filled up to 80 with
@@ -50,15 +50,15 @@ __device__ __forceinline__ void load_rest(u32 to, const u16* from, u64 stride, i
 
 // Shared memory: rows' first 128 bytes, swizzled; the rest of the rows; barriers of q with k, and of v; the exchange.
 struct Layout {
-  static constexpr u32 Q_BYTES = 64 * 128, K_BYTES = KEYS * 128;
+  static constexpr u32 Q_BYTES = 64 * 128, K_BYTES = KEYS * 128, REST_BYTES = REST ? (2 * 64 + 4 * KEYS) * 16 : 0;
   u32 q, k, v, q_rest, k_rest, v_rest, qk_full, v_full;
   float* exchange;
 
   __device__ __forceinline__ Layout() {
     q = smem_of(shared_memory), k = q + Q_BYTES, v = k + K_BYTES;
     q_rest = v + K_BYTES, k_rest = q_rest + 2 * 64 * 16, v_rest = k_rest + 2 * KEYS * 16;
-    qk_full = v_rest + 2 * KEYS * 16, v_full = qk_full + 8;
-    exchange = (float*)(shared_memory + Q_BYTES + 2 * K_BYTES + (2 * 64 + 4 * KEYS) * 16 + 16);
+    qk_full = q_rest + REST_BYTES, v_full = qk_full + 8;
+    exchange = (float*)(shared_memory + Q_BYTES + 2 * K_BYTES + REST_BYTES + 16);
   }
 };
 
@@ -66,9 +66,12 @@ __device__ __forceinline__ void load(const WholeMaps& maps, const Whole& c, cons
   if (threadIdx.x == 0) {
     mbarrier_arrive_expect_tx(to.qk_full, Layout::Q_BYTES + Layout::K_BYTES);
     tma_load_4d(to.q, maps.q, 0, head, tile * 64, batch, to.qk_full);
+    // A box has at most 256 rows: each brings the keys of a warpgroup.
     tma_load_4d(to.k, maps.k, 0, head, 0, batch, to.qk_full);
+    tma_load_4d(to.k + PART * 128, maps.k, 0, head, PART, batch, to.qk_full);
     mbarrier_arrive_expect_tx(to.v_full, Layout::K_BYTES);
     tma_load_4d(to.v, maps.v, 0, head, 0, batch, to.v_full);
+    tma_load_4d(to.v + PART * 128, maps.v, 0, head, PART, batch, to.v_full);
   }
   if (REST) {
     const u64 kv = batch * c.k_batch + head * c.k_head;

@@ -7,6 +7,7 @@ from vla_accel.kernels.struct import block
 Call = block(
     "Call",
     ("const u16*", "bias", "(N,) or null"),
+    ("const float*", "scales", "(N,) or null: of each weight row, with WIDEN"),
     ("void*", "out", "with ROPE: q"),
     ("float", "scale inverse eps", "scale multiplies the sums, inverse an FP8 output"),
     ("int", "rows columns", "of out"),
@@ -22,5 +23,7 @@ Call = block(
     ("const float*", "cos sin", "(positions, half)"),
     ("const int*", "starts", "(rows / tokens,): the position of a sequence's first token"),
     ("u16*", "k v", ""),
+    ("const unsigned char*", "ahead", "a weight of a later product, or null"),
+    ("int", "ahead_bytes", ""),
     ("int", "half tokens heads kv_heads", "half: distance of the two weight rows of a pair, with PAIRS"),
 )

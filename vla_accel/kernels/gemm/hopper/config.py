@@ -32,9 +32,10 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class HopperSizes:
-    """(rows, k) by a weight (n, k) with elements of `bytes`, and the epilogues that a tile must run.
+    """(rows, k) with elements of `bytes` by a weight (n, k), and the epilogues that a tile must run.
 
-    `few`: so few rows that a block may wait for its weights.
+    `few`: so few rows that a block may wait for its weights. `widened`: the weights have one byte, and become 16 bits
+    in registers.
     """
 
     rows: int
@@ -43,10 +44,11 @@ class HopperSizes:
     bytes: int = 2
     uses: tuple[Use, ...] = (Use(),)
     few: bool = False
+    widened: bool = False
 
     @property
     def chunks(self) -> int:
-        """Chunks of 128 bytes along K."""
+        """Chunks of 128 bytes of a row along K."""
         return -(-self.k * self.bytes // 128)
 
 
@@ -119,9 +121,9 @@ class HopperTile:
         fetching = 40
         return start, fetching, min((start * (self.groups + 1) - fetching) // self.groups // 8 * 8, 248)
 
-    def memory(self, gated: bool, normed: bool = False) -> Memory:
+    def memory(self, gated: bool, normed: bool = False, widened: bool = False) -> Memory:
         """Return how a block uses its shared memory."""
-        ring = self.stages * (self.weight_rows + self.tokens) * 128
+        ring = self.stages * (self.weight_rows * (64 if widened else 128) + self.tokens * 128)
         pitch = (32 if gated else 64) * 2 + 16
         share = 8 * -(-self.tokens // (8 * self.split)) if self.split > 1 else self.width
         staged = self.groups * share * pitch
@@ -155,19 +157,21 @@ class HopperTile:
         if -(-sizes.chunks // self.split) * (self.split - 1) >= sizes.chunks:
             return f"{sizes.chunks} chunks of K leave a part of {self.split} empty"
         # A wgmma's sums must fit in the registers of the start, too, and for few rows its operands next to them.
-        if self.width // 2 + (32 if sizes.few else 26) > self.registers[0]:
+        operands = (64 if sizes.widened else 32) if sizes.few or sizes.widened else 26
+        if self.width // 2 + operands > self.registers[0]:
             return "it needs too many registers"
-        return next(filter(None, map(self._why_not_used, sizes.uses)), None)
+        return next(filter(None, (self._why_not_used(use, sizes.widened) for use in sizes.uses)), None)
 
-    def _why_not_used(self, use: Use) -> str | None:
+    def _why_not_used(self, use: Use, widened: bool) -> str | None:
         if use.normed and self.persistent:
             return "a persistent block keeps the norms of one tile only"
-        if self.memory(use.gated, use.normed).size > self._limit:
+        if self.memory(use.gated, use.normed, widened).size > self._limit:
             return "it needs too much shared memory"
         sums = self.blocks * self.tokens // 2
         if use.residual:
             sums += self.blocks * 4 * -(-self.tokens // (16 * self.split))
-        return "it needs too many registers" if sums + 32 > self.registers[2] else None
+        operands = 32 + (40 * self.blocks if widened else 0)
+        return "it needs too many registers" if sums + operands > self.registers[2] else None
 
     def cost(self, gpu: Gpu | None, sizes: HopperSizes) -> tuple[float, ...]:
         """Waves of blocks, times the products that each computes, in products of 64 x 8 x 64; for few rows in cycles,
@@ -176,8 +180,9 @@ class HopperTile:
         blocks = -(-sizes.rows // self.tokens) * round_up(weight_tiles, self.across) * self.split
         waves, chunks = -(-blocks // waves_of), -(-sizes.chunks // self.split)
         if sizes.few:
-            area = self.weight_rows * self.tokens
-            multiplied, fetched = area / 16, 128 * (self.weight_rows + self.tokens) / 40
+            area, row_bytes = self.weight_rows * self.tokens, 64 if sizes.widened else 128
+            multiplied = max(area / 16, _WIDENING * self.weight_rows if sizes.widened else 0)
+            fetched = (row_bytes * self.weight_rows + 128 * self.tokens) / 40
             exchanged = _EXCHANGE + area * 4 * (1 - 1 / self.split) / 30 if self.split > 1 else 0
             return waves * (_FIXED + chunks * max(multiplied, fetched)) + exchanged, self.split, self.resident
         products = self.weight_rows // 64 * self.tokens // 8 * chunks
@@ -188,8 +193,9 @@ class HopperTile:
 
 _OVERHEAD = 192
 """A block's start, first stage and epilogue, in products of 64 x 8 x 64."""
-_FIXED, _EXCHANGE = 2500, 600
-"""Cycles of a block besides its products, and of exchanging parts of K, by estimate."""
+_FIXED, _EXCHANGE, _WIDENING = 2500, 600, 2.5
+"""Cycles of a block besides its products, of exchanging parts of K, and of widening 64 bytes of a weight row, by
+estimate."""
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
@@ -236,9 +242,9 @@ def planned(gpu: Gpu | None, kind: torch.dtype, activation: Activation, rows: in
 
 # -- the search --------------------------------------------------------------------------------------------------------
 
-LEAST, MOST = 129, 32_768
-"""Rows that are searched for: fewer are better served by `few_rows`, more by the library."""
-LEAST_WORK = 1 << 27
+LEAST, MOST = 33, 32_768
+"""Rows that are searched for: fewer are better served by Triton's kernels, more by the library."""
+LEAST_WORK = 1 << 26
 """Multiplications of a product that is worth compiling kernels for: smaller ones take a launch's time in any case."""
 _KINDS = (
     _T(1, 1, 1, 8, 3), _T(2, 1, 1, 8, 3), _T(3, 1, 1, 8, 3), _T(2, 1, 1, 8, 3, split=2), _T(2, 1, 1, 8, 3, split=3),
@@ -254,10 +260,14 @@ _KINDS_OF_MANY = (
 """The best 2 of each are measured."""
 _NARROWEST, _MORE = 16, 3
 """Tokens of a tile at least, where tiles are as many as multiprocessors; tiles of tokens beyond the fewest."""
-FEW_LEAST, FEW_MOST = 33, 1024
+FEW_LEAST, FEW_MOST = 17, 1024
 """Rows of `few_rows`."""
 _SPLITS, _SHAPES, _ALIKE = (1, 2, 3, 4, 6, 8), 4, 2
 """Parts of K; shapes that are measured with one and with two resident blocks; shapes of equal split at most."""
+_SEARCHED = 2
+"""Shapes of `few_rows` that the search adds for either number of resident blocks."""
+_STAGES, _STAGES_WIDENED = 8, 12
+"""Stages of `few_rows` at most: one of weights of one byte holds half as many bytes."""
 
 
 def why_not_on(gpu: Gpu) -> str | None:
@@ -299,36 +309,51 @@ def searched(gpu: Gpu | None, kind: torch.dtype, activation: Activation, rows: i
         widths = (round_up(-(-rows // (tiles * kind_of.parts)), 8) for tiles in range(least, most + 1))
         deep = (deepest(replace(kind_of, width=w), range(8, kind_of.stages - 1, -1), gpu, sizes) for w in widths)
         found += cheapest(filter(None, deep), gpu, sizes, of_each)
-    return cheapest(found, gpu, sizes, of_all)
+    found = cheapest(found, gpu, sizes, of_all)
+    if rows > FEW_MOST:
+        return found
+    return list(dict.fromkeys([*found, *_few_rows(gpu, replace(sizes, few=True), shapes=_SEARCHED)]))
 
 
-def few_rows(gpu: Gpu | None, rows: int, n: int, k: int, paired: int = 0) -> list[HopperTile]:
+def few_rows(
+    gpu: Gpu | None, rows: int, n: int, k: int, paired: int = 0, *, widened: bool = False
+) -> list[HopperTile]:  # fmt: skip
     """Return configs for some tens to some hundreds of rows of 16 bits, the most promising first.
 
     There a product reads its weights in the time that it multiplies: all multiprocessors must fetch, and the next
-    product's blocks should have space to begin. `paired`: weight rows that are taken by pairs come in groups of this
-    many, of which a tile has no two.
+    product's blocks should have space to begin.
+
+    Args:
+        paired: weight rows that are taken by pairs come in groups of this many, of which a tile has no two.
+        widened: the weights have one byte.
     """
     on_hopper = gpu is not None and gpu.architecture == ARCHITECTURE
-    if not on_hopper or not FEW_LEAST <= rows <= FEW_MOST or n % 64 or k % 8 or paired % 16:
+    if not on_hopper or not FEW_LEAST <= rows <= FEW_MOST or n % 64 or k % (16 if widened else 8) or paired % 16:
         return []
-    sizes = HopperSizes(rows, n, k, 2, (Use(residual=True), Use(normed=True), Use(gated=True, normed=True)), few=True)
+    uses = (Use(residual=True), Use(normed=True), Use(gated=True, normed=True))
+    sizes = HopperSizes(rows, n, k, 2, uses, few=True, widened=widened)
+    return _few_rows(gpu, sizes, paired)
+
+
+def _few_rows(gpu: Gpu | None, sizes: HopperSizes, paired: int = 0, shapes: int = _SHAPES) -> list[HopperTile]:
+    """Return so many shapes of `few_rows` with two resident blocks, and with one."""
     found: list[HopperTile] = []
-    shapes = itertools.product((1, 2), range(-(-rows // 256), max(2, rows // 24) + 1), _SPLITS, (1, 2))
-    for groups, tiles, split, resident in shapes:
-        if n % (64 * groups) or (paired and paired % (64 * groups)):
+    most = _STAGES_WIDENED if sizes.widened else _STAGES
+    tiles_of = range(-(-sizes.rows // 256), max(2, sizes.rows // 24) + 1)
+    for groups, tiles, split, resident in itertools.product((1, 2), tiles_of, _SPLITS, (1, 2)):
+        if sizes.n % (64 * groups) or (paired and paired % (64 * groups)):
             continue
-        tile = HopperTile(groups, 1, 1, round_up(-(-rows // tiles), 8), 3, split=split, resident=resident)
-        stages = range(min(8, max(-(-sizes.chunks // split), 3)), 2, -1)
+        tile = HopperTile(groups, 1, 1, round_up(-(-sizes.rows // tiles), 8), 3, split=split, resident=resident)
+        stages = range(min(most, max(-(-sizes.chunks // split), 3)), 2, -1)
         found += filter(None, [deepest(tile, stages, gpu, sizes)])
     best = cheapest(found, gpu, sizes)
-    return [tile for count in (2, 1) for tile in _different([t for t in best if t.resident == count])]
+    return [tile for count in (2, 1) for tile in _different([t for t in best if t.resident == count], shapes)]
 
 
-def _different(best: Iterable[HopperTile]) -> list[HopperTile]:
-    """Return the first of them that are not all alike."""
+def _different(best: Iterable[HopperTile], most: int) -> list[HopperTile]:
+    """Return the first of them that are not all alike, `most` at most."""
     kept: list[HopperTile] = []
     for tile in best:
-        if sum(tile.split == other.split for other in kept) < _ALIKE and len(kept) < _SHAPES:
+        if sum(tile.split == other.split for other in kept) < _ALIKE and len(kept) < most:
             kept.append(tile)
     return kept

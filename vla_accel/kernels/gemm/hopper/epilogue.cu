@@ -5,14 +5,16 @@
 // writes x (RESIDUAL) also writes these moments of every 64 columns, and the product that reads x (NORM) multiplies it
 // as it is, and scales and shifts the sums: norm(x) W = rstd (x W - mean (1 W)).
 //
-// Macros besides `gemm.cu`'s: RESIDUAL (out += gate ∘ product), ADAPTIVE (there is a gate, or the next norm has a scale;
-// without it a residual needs fewer registers), NORM (0 none, 1 RMSNorm, 2 LayerNorm), PAIRS, ROPE (q and
-// k are rotated; it implies PAIRS). With PAIRS the weight's rows are pairs, `half` rows apart within groups of 2 `half`
-// (the halves of a head, gate and up), and a tensor map of five dimensions brings eight rows of the first side and eight
-// of the second in turns: so a thread's two rows are a pair. `arguments.py` describes the block `Call`.
+// Macros besides `gemm.cu`'s: RESIDUAL (out += gate ∘ product), MEASURED (moments without a residual), ADAPTIVE (there is
+// a gate, or the next norm has a scale; without it a residual needs fewer registers), NORM (0 none, 1 RMSNorm, 2
+// LayerNorm), PAIRS, ROPE (q and k are rotated; it implies PAIRS). With PAIRS the weight's rows are pairs, `half` rows
+// apart within groups of 2 `half` (the halves of a head, gate and up), and a tensor map of five dimensions brings eight
+// rows of the first side and eight of the second in turns: so a thread's two rows are a pair. `arguments.py` describes
+// the block `Call`.
 
 constexpr int TILE_W = 64 * BLOCKS * GROUPS, TILE_T = PARTS * WIDTH;  // Weight rows and tokens of a block.
-constexpr int STAGE = (TILE_W + TILE_T) * 128;
+constexpr int W_BYTES = WIDEN ? 64 : 128;                             // Of a weight row in a stage.
+constexpr int STAGE = TILE_W * W_BYTES + TILE_T * 128;
 constexpr int CLUSTER = ACROSS * ALONG * SPLIT;
 constexpr int CONSUMERS = GROUPS * 128;
 constexpr bool GATED = ACTIVATION == ACTIVATION_GEGLU || ACTIVATION == ACTIVATION_SWIGLU;
@@ -46,7 +48,7 @@ __device__ __forceinline__ u32 quantize4(u32 a, u32 b, float inverse) {
 // -- norms of the rows of x -------------------------------------------------------------------------------------------
 
 // This writes a pair for each of TILE_T tokens from `token` on to shared memory: the factor scale * rstd, and the shift
-// -factor * mean, 0 for RMSNorm, or with ROPE the token's position. The three warps that would be idle do it, in the
+// -rstd * mean, 0 for RMSNorm, or with ROPE the token's position. The three warps that would be idle do it, in the
 // time that a tile's first chunks take.
 __device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) {
   for (int t = threadIdx.x - CONSUMERS - 32; t < TILE_T; t += NORMING) {
@@ -62,8 +64,8 @@ __device__ __forceinline__ void load_norms(u32 norms, int token, const Call& c) 
     }
     const float mean = NORM == 2 ? sums / c.width : 0.f;
     const float variance = NORM == 2 ? fmaxf(squares / c.width - mean * mean, 0.f) : squares / c.width;
-    const float factor = rsqrtf(variance + c.eps) * c.scale;
-    st_shared_f2(norms + t * 8, factor, ROPE ? __int_as_float(position) : NORM == 2 ? -factor * mean : 0.f);
+    const float rstd = rsqrtf(variance + c.eps);
+    st_shared_f2(norms + t * 8, rstd * c.scale, ROPE ? __int_as_float(position) : NORM == 2 ? -rstd * mean : 0.f);
   }
   bar_arrive<CONSUMERS + NORMING>(NORMS_BARRIER);
 }
@@ -75,13 +77,13 @@ __device__ __forceinline__ void wait_for_norms() {
 
 // A thread has two weight rows of a block of 64. These are their constants.
 struct Rows {
-  float bias[2], sum[2], gate[2];
+  float scale[2], bias[2], sum[2], gate[2];
   int pair;  // The column of a pair's angles in a rotation table; negative for values, which are not rotated.
 };
 
 // `column`: the first output column of the block.
 __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
-  Rows rows = {{0.f, 0.f}, {0.f, 0.f}, {1.f, 1.f}, -1};
+  Rows rows = {{1.f, 1.f}, {0.f, 0.f}, {0.f, 0.f}, {1.f, 1.f}, -1};
   const int first = ((threadIdx.x & 127) >> 5) * 16, lane = threadIdx.x & 31;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -92,15 +94,22 @@ __device__ __forceinline__ Rows load_rows(const Call& c, int column) {
     if (ADAPTIVE && c.gate) rows.gate[i] = __ldg(c.gate + at);
     if (NORM == 2) rows.sum[i] = __ldg(c.weight_sums + at);
   }
+  const int row = column * (64 / COLUMNS) + first;
+  int at = row + (lane >> 2), next = 8;  // The weight rows in memory: `at` and `at + next`.
   if (PAIRS) {
     // `row` is in the order of the tensor map, of 16 rows for eight pairs.
-    const int row = column * (64 / COLUMNS) + first, group = row / (2 * c.half);
-    const int pair = row % (2 * c.half) / 16 * 8 + (lane >> 2);
+    const int group = row / (2 * c.half), pair = row % (2 * c.half) / 16 * 8 + (lane >> 2);
+    at = group * 2 * c.half + pair, next = c.half;
     if (c.shift) {
-      rows.bias[0] = __ldg(c.shift + group * 2 * c.half + pair);
-      rows.bias[1] = __ldg(c.shift + group * 2 * c.half + c.half + pair);
+      rows.bias[0] = __ldg(c.shift + at);
+      rows.bias[1] = __ldg(c.shift + at + next);
     }
     if (ROPE && group < c.heads + c.kv_heads) rows.pair = pair;
+  }
+  if (WIDEN && c.scales) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (at + next * i < c.columns * (64 / COLUMNS)) rows.scale[i] = __ldg(c.scales + at + next * i);
   }
   return rows;
 }
@@ -143,24 +152,28 @@ __device__ __forceinline__ float sum_of_eight(float v) {
   return v + __shfl_xor_sync(~0u, v, 4);
 }
 
+// This writes the moments of a token's rounded columns: a lane has eight of them, from `to` on. `inside`: whether the
+// columns are in the tensor.
+__device__ __forceinline__ void write_moments(const float (&r)[8], bool inside, int token, int to, const Call& c) {
+  float one = 0.f, two = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) one += r[i], two += r[i] * r[i];
+  one = sum_of_eight(one);
+  two = sum_of_eight(two);
+  if (inside && to % 64 == 0) {
+    c.sums_out[(u64)(to / 64) * c.rows + token] = one;
+    c.squares_out[(u64)(to / 64) * c.rows + token] = two;
+  }
+}
+
 // This returns held + v for eight columns from `to` on, and writes the moments of the rounded sum, which is what the
-// next norm sees, and the sum scaled for it. `inside`: whether the columns are in the tensor.
+// next norm sees, and the sum scaled for it.
 __device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held, bool inside, int token, int to,
                                               const Call& c) {
   float r[8];
   const uint4 sum = make_uint4(add_two(v.x, held.x, r[0], r[1]), add_two(v.y, held.y, r[2], r[3]),
                                add_two(v.z, held.z, r[4], r[5]), add_two(v.w, held.w, r[6], r[7]));
-  if (c.squares_out) {
-    float one = 0.f, two = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) one += r[i], two += r[i] * r[i];
-    one = sum_of_eight(one);
-    two = sum_of_eight(two);
-    if (inside && to % 64 == 0) {
-      c.sums_out[(u64)(to / 64) * c.rows + token] = one;
-      c.squares_out[(u64)(to / 64) * c.rows + token] = two;
-    }
-  }
+  if (c.squares_out) write_moments(r, inside, token, to, c);
   if (ADAPTIVE && inside && c.scaled) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) r[i] *= 1.f + __ldg(c.next_scale + to + i);
@@ -168,6 +181,15 @@ __device__ __forceinline__ uint4 add_residual(const uint4& v, const uint4& held,
         pack_half2(r[0], r[1]), pack_half2(r[2], r[3]), pack_half2(r[4], r[5]), pack_half2(r[6], r[7]));
   }
   return sum;
+}
+
+// This writes the moments of the rows themselves, for a norm of heads.
+__device__ __forceinline__ void measure(const uint4& v, bool inside, int token, int to, const Call& c) {
+  const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+  float r[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) r[2 * i] = widen((u16)pairs[i]), r[2 * i + 1] = widen((u16)(pairs[i] >> 16));
+  write_moments(r, inside, token, to, c);
 }
 
 // -- a tile -----------------------------------------------------------------------------------------------------------
@@ -199,7 +221,7 @@ __device__ __forceinline__ void finish_four(u32* packed, const float* sums, u32 
   for (int i = 0; i < 4; ++i) {
     v[i] = rows.bias[i / 2];
     if (NORM == 2) v[i] = fmaf(n[i % 2 * 2 + 1], rows.sum[i / 2], v[i]);
-    v[i] = fmaf(sums[i], n[i % 2 * 2], v[i]);
+    v[i] = fmaf(WIDEN ? sums[i] * rows.scale[i / 2] : sums[i], n[i % 2 * 2], v[i]);
     if (ADAPTIVE) v[i] *= rows.gate[i / 2];
   }
   if constexpr (ROPE) rotate(v, n, rows, token, end, c);
@@ -212,6 +234,7 @@ __device__ __forceinline__ void finish_four(u32* packed, const float* sums, u32 
     for (int i = 0; i < 4; ++i) {
       if (ACTIVATION == ACTIVATION_GELU) v[i] = gelu(v[i]);
       if (ACTIVATION == ACTIVATION_GELU_ERF) v[i] = 0.5f * v[i] * (1.f + erff(0.7071067811865476f * v[i]));
+      if (ACTIVATION == ACTIVATION_RELU) v[i] = fmaxf(v[i], 0.f);
       if (ACTIVATION == ACTIVATION_QUICK_GELU) v[i] = silu(1.702f * v[i]) * 0.5875440658049354f;
     }
     packed[0] = pack_half2(v[0], v[1]);
@@ -244,7 +267,7 @@ __device__ __forceinline__ void write_rows(u32 staging, int token, int end, int 
 #pragma unroll
   for (int n = 0; n < (COUNT * 8 * PIECES + 127) / 128; ++n) {
     const int i = (threadIdx.x & 127) + 128 * n;
-    if (i >= COUNT * 8 * PIECES) break;  // With RESIDUAL these are whole warps, whose sums may shuffle.
+    if (i >= COUNT * 8 * PIECES) break;  // With moments these are whole warps, whose sums may shuffle.
     const int t = i / PIECES, piece = i % PIECES, to = column + piece * EACH;
     const bool inside = token + t < end && to < c.columns;
     const u32 from = staging + t * PITCH + piece * EACH * 2;
@@ -255,6 +278,7 @@ __device__ __forceinline__ void write_rows(u32 staging, int token, int end, int 
                      quantize4(w.z, w.w, c.inverse));
     }
     if constexpr (RESIDUAL) v = add_residual(v, held[n], inside, token + t, to, c);
+    if constexpr (MEASURED) measure(v, inside, token + t, to, c);
     if (!inside) continue;
     if constexpr (ROPE)
       *(uint4*)head_columns(to, token + t, c) = v;

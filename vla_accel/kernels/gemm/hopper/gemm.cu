@@ -1,5 +1,5 @@
-// GEMM of many rows on Hopper: out = epilogue(scale * x Wᵀ + bias), x (M, K), W (N, K), FP8, BF16 or FP16. This file
-// follows epilogue.cu.
+// GEMM of many rows on Hopper: out = epilogue(scale * x Wᵀ + bias), x (M, K), W (N, K), FP8, BF16 or FP16; or x in BF16
+// and W in FP8 or INT8. This file follows epilogue.cu and, with WIDEN, widen.cu.
 //
 // The weights are the tensor cores' M (blocks of 64 rows), the tokens their N (any multiple of 8), so that 544 tokens
 // are exactly 4 x 136. One thread fetches tiles of both by TMA into a ring of stages; its four warps give their
@@ -15,7 +15,7 @@
 // predecessor's data or not. Here the fetching thread waits, and the others write only after tokens have arrived that
 // it fetched.
 //
-// Macros: KIND (0 BF16, 1 FP16, 2 FP8 e4m3), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (a code of
+// Macros: KIND (of tokens: 0 BF16, 1 FP16, 2 FP8 e4m3), WIDEN (0: weights have the tokens' kind; 1 E4M3, 2 INT8), NARROW (FP8 out; else BF16, or FP16 for KIND 1), ACTIVATION (a code of
 // `activation.py`; GeGLU and SwiGLU take weight rows in turns, eight of gate, eight of up), GROUPS, BLOCKS, PARTS, WIDTH,
 // STAGES, ACROSS, ALONG, SPLIT, STAGING, EXCHANGE and BARRIERS (where in shared memory the output is staged, others' sums
 // arrive and the barriers are), LIMIT, FETCHING and MULTIPLYING (registers a thread: at the start, then of either
@@ -27,10 +27,10 @@
 __device__ __forceinline__ int share_start(int rows, int share, int count, int i) {
   return i * (rows - share) / (count > 1 ? count - 1 : 1) / 8 * 8;
 }
-constexpr int ARRIVING = (W_ROWS * ALONG + T_ROWS * ACROSS) * 128;
+constexpr int ARRIVING = W_ROWS * ALONG * W_BYTES + T_ROWS * ACROSS * 128;
 // One copy brings so many rows: a box has at most 256.
 constexpr int W_BOX = W_ROWS > 256 ? W_ROWS / 2 : W_ROWS, T_BOX = T_ROWS > 256 ? T_ROWS / 2 : T_ROWS;
-constexpr int CHUNK = KIND == 2 ? 128 : 64;  // Elements of 128 bytes.
+constexpr int CHUNK = KIND == 2 ? 128 : 64;  // Columns of K in a stage.
 constexpr int EIGHTS = (PARTS * WIDTH / 8 + SPLIT - 1) / SPLIT;  // With SPLIT a block finishes so many times 8 tokens.
 
 using Sums = float[BLOCKS][PARTS][WIDTH / 2];
@@ -96,7 +96,7 @@ struct Ring {
     fence_mbarrier_init();
   }
   __device__ __forceinline__ u32 weights(int stage) const { return base + stage * STAGE; }
-  __device__ __forceinline__ u32 tokens(int stage) const { return base + stage * STAGE + TILE_W * 128; }
+  __device__ __forceinline__ u32 tokens(int stage) const { return base + stage * STAGE + TILE_W * W_BYTES; }
   __device__ __forceinline__ void wait_full(int count) const {
     mbarrier_wait(full + count % STAGES * 8, (count / STAGES) & 1);
   }
@@ -138,13 +138,13 @@ struct Fetch {
   }
   __device__ __forceinline__ void weight_tile(int tile, int chunk, int stage) const {
     const int begin = share_start(TILE_W, W_ROWS, ALONG, b.along), row = b.row(tile, c) + begin;
-    const u32 to = ring.weights(stage) + begin * 128, barrier = ring.full + stage * 8;
+    const u32 to = ring.weights(stage) + begin * W_BYTES, barrier = ring.full + stage * 8;
     if constexpr (PAIRS) {
       tma_load_5d(to, weights, chunk * CHUNK, row % (2 * c.half) / 16, row / (2 * c.half), barrier, once);
     } else {
 #pragma unroll
       for (int i = 0; i < W_ROWS; i += W_BOX)
-        tma_load_2d(to + i * 128, weights, chunk * CHUNK, row + i, barrier, same_weights, once);
+        tma_load_2d(to + i * W_BYTES, weights, chunk * CHUNK, row + i, barrier, same_weights, once);
     }
   }
   __device__ __forceinline__ void token_tile(int tile, int chunk, int stage) const {
@@ -180,6 +180,33 @@ struct Fetch {
 // -- the groups that multiply -----------------------------------------------------------------------------------------
 
 // This multiplies a tile's chunks, the last of which is still under way.
+#if WIDEN
+__device__ __forceinline__ void multiply(Sums& sums, int& count, int group, const Ring& ring, const Block& b) {
+  u32 a[4][BLOCKS][4];
+  for (int chunk = b.first; chunk < b.last; ++chunk, ++count) {
+    ring.wait_full(count);
+    const u32 w = ring.weights(count % STAGES) + group * BLOCKS * WIDEN_BLOCK, t = ring.tokens(count % STAGES);
+    Pairs pairs[BLOCKS];
+#pragma unroll
+    for (int m = 0; m < BLOCKS; ++m) load_pairs(pairs[m], w + m * WIDEN_BLOCK);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma_wait<3>();  // The products that read a[k] last are done: four steps, each a group, take turns.
+#pragma unroll
+      for (int m = 0; m < BLOCKS; ++m) widen_operand(a[k][m], pairs[m] + 4 * k);
+      wgmma_fence();
+#pragma unroll
+      for (int m = 0; m < BLOCKS; ++m)
+#pragma unroll
+        for (int n = 0; n < PARTS; ++n)
+          WGMMA(sums[m][n], a[k][m][0], a[k][m][1], a[k][m][2], a[k][m][3], operand(t + n * WIDTH * 128 + k * 32),
+                chunk > b.first || k > 0);
+      wgmma_commit();
+    }
+    if (chunk > b.first) ring.release(count - 1, b);
+  }
+}
+#else
 __device__ __forceinline__ void multiply(Sums& sums, int& count, int group, const Ring& ring, const Block& b) {
   for (int chunk = b.first; chunk < b.last; ++chunk, ++count) {
     ring.wait_full(count);
@@ -200,6 +227,7 @@ __device__ __forceinline__ void multiply(Sums& sums, int& count, int group, cons
     }
   }
 }
+#endif
 
 // This ends a tile that a block computes alone.
 __device__ __forceinline__ void finish_tile(Sums& sums, int count, int tile, int group, const Ring& ring,
@@ -295,6 +323,13 @@ __device__ __forceinline__ void finish_share(Sums& sums, int count, int group, c
   }
 }
 
+// This brings a share of a later product's weights to the second-level cache, which that product then need not wait for.
+__device__ __forceinline__ void fetch_ahead(const Call& c) {
+  constexpr int PIECE = 8192;
+  for (int at = blockIdx.x * PIECE; at < c.ahead_bytes; at += gridDim.x * PIECE)
+    bulk_prefetch(c.ahead + at, min(PIECE, c.ahead_bytes - at));
+}
+
 // -- the kernel -------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __maxnreg__(LIMIT)
@@ -319,6 +354,10 @@ extern "C" __global__ void __maxnreg__(LIMIT)
   if (warp >= CONSUMERS / 32) {
     setmaxnreg_dec<FETCHING>();
     if (threadIdx.x == CONSUMERS) Fetch(weights, tokens, ring, b, c).run();
+    if (warp == CONSUMERS / 32 + 1) {
+      if ((threadIdx.x & 31) == 0) fetch_ahead(c);
+      __syncwarp();
+    }
     if (NORM && warp > CONSUMERS / 32) {
       griddepcontrol_wait();
       load_norms(ring.norms, b.token(b.tile, c), c);

@@ -26,40 +26,47 @@ EIGHT = 8
 """Rows of a side that are next to each other in a tile of pairs."""
 _KINDS = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "f16"), torch.float8_e4m3fn: (2, "e4m3")}
 _FP8 = torch.float8_e4m3fn
+_WIDENED = {torch.float8_e4m3fn: 1, torch.int8: 2}
+"""Weights of BF16 rows that become BF16 in registers, by their code in `widen.cu`."""
 _ACTIVATIONS = (
-    Activation.NONE, Activation.GELU, Activation.GELU_ERF, Activation.QUICK_GELU, Activation.GEGLU, Activation.SWIGLU,
+    Activation.NONE, Activation.GELU, Activation.GELU_ERF, Activation.QUICK_GELU, Activation.RELU, Activation.GEGLU,
+    Activation.SWIGLU,
 )  # fmt: skip
 """What `epilogue.cu` computes."""
 
 
 def source(
     kind: torch.dtype, tile: HopperTile, epilogue: Epilogue, norm: Norm | None = None, *, fp8_out: bool = False,
-    half: int = 0,
+    half: int = 0, weight: torch.dtype | None = None,
 ) -> str:  # fmt: skip
     """Return the CUDA C++ source of one kernel.
 
     Args:
-        kind: dtype of both operands.
+        kind: dtype of the rows.
         fp8_out: whether the output is FP8.
         half: distance of the two weight rows of a pair, 0 without pairs.
+        weight: dtype of the weights. None: that of the rows.
     """
-    activation = epilogue.activation
-    memory = tile.memory(activation.gated, norm is not None)
+    activation, widen = epilogue.activation, 0 if weight is None or weight == kind else _WIDENED[weight]
+    memory = tile.memory(activation.gated, norm is not None, widen > 0)
     number, name = _KINDS[kind]
+    product = f"wgmma_{name}_by_registers" if widen else f"wgmma_{name}"
     macros = {
-        "KIND": number, "NARROW": int(fp8_out), "ACTIVATION": activation.code, "GROUPS": tile.groups,
-        "BLOCKS": tile.blocks, "PARTS": tile.parts, "WIDTH": tile.width, "STAGES": tile.stages,
+        "KIND": number, "WIDEN": widen, "NARROW": int(fp8_out), "ACTIVATION": activation.code,
+        "GROUPS": tile.groups, "BLOCKS": tile.blocks, "PARTS": tile.parts, "WIDTH": tile.width, "STAGES": tile.stages,
         "ACROSS": tile.across, "ALONG": tile.along, "SPLIT": tile.split, "W_ROWS": tile.shares[0],
         "T_ROWS": tile.shares[1],
         **dict(zip(("LIMIT", "FETCHING", "MULTIPLYING"), tile.registers, strict=True)),
         "STAGING": memory.staging, "EXCHANGE": memory.exchange, "BARRIERS": memory.barriers,
         "RESIDUAL": int(epilogue.residual),
+        "MEASURED": int(epilogue.moments is not None and not epilogue.residual),
         "ADAPTIVE": int(epilogue.gate is not None or epilogue.next_scale is not None),
         "NORM": 0 if norm is None else 1 if norm.sums is None else 2,
-        "PAIRS": int(half > 0), "ROPE": int(epilogue.rope is not None), "WGMMA": f"wgmma_{name}", **MACROS,
+        "PAIRS": int(half > 0), "ROPE": int(epilogue.rope is not None), "WGMMA": product, **MACROS,
     }  # fmt: skip
-    generated = Call.cpp + wgmma(f"wgmma_{name}", tile.width, name)
-    return source_of(macros, "gemm/hopper/epilogue", "gemm/hopper/gemm", generated=generated)
+    generated = Call.cpp + wgmma(product, tile.width, name, registers=widen > 0)
+    files = ("epilogue", "widen", "gemm") if widen else ("epilogue", "gemm")
+    return source_of(macros, *(f"gemm/hopper/{file}" for file in files), generated=generated)
 
 
 def why_not(gpu: Gpu, x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue) -> str | None:
@@ -69,8 +76,11 @@ def why_not(gpu: Gpu, x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogu
         return reason
     if activation not in _ACTIVATIONS:
         return f"it computes the activations {', '.join(map(str, _ACTIVATIONS))}, got {activation}"
-    if x.dtype not in _KINDS or weight.dtype != x.dtype:
-        return f"it needs x and the weight in BF16, FP16 or FP8, both the same, got {x.dtype} and {weight.dtype}"
+    if x.dtype not in _KINDS or not (weight.dtype == x.dtype or _is_widened(x, weights)):
+        return (
+            "it needs x and the weight in BF16, FP16 or FP8, both the same, or x in BF16 and the weight in FP8 or "
+            f"INT8, got {x.dtype} and {weight.dtype}"
+        )
     wide = torch.bfloat16 if x.dtype == _FP8 else x.dtype
     if out.dtype not in (wide, _FP8):
         return f"for x in {x.dtype} it needs out in {wide} or FP8, got {out.dtype}"
@@ -78,10 +88,13 @@ def why_not(gpu: Gpu, x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogu
     columns = n // 2 if activation.gated else n
     if k != k_weight or (epilogue.rope is None and out.shape != (rows, columns)) or (activation.gated and n % 16):
         return f"shapes do not fit: x {tuple(x.shape)}, weight {tuple(weight.shape)}, out {tuple(out.shape)}"
-    if k * x.element_size() % 16 or columns * out.element_size() % 16 or not rows:
-        return "it needs rows of x and of out of a multiple of 16 bytes"
-    if not (x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()):
-        return "it needs contiguous matrices"
+    if k * weight.element_size() % 16 or k * x.element_size() % 16 or columns * out.element_size() % 16 or not rows:
+        return "it needs rows of x, of the weight and of out of a multiple of 16 bytes"
+    # The rows of x may lie apart: the copy engine takes them by their distance.
+    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16:
+        return "it needs contiguous rows of x, a multiple of 16 bytes apart"
+    if not (weight.is_contiguous() and out.is_contiguous()):
+        return "it needs a contiguous weight and a contiguous out"
     if any(matrix.data_ptr() % 16 for matrix in (x, weight, out)):
         return "it needs matrices aligned to 16 bytes"
     if activation.gated and weights.bias is not None:
@@ -99,7 +112,7 @@ def why_not_tile(
     if half and (n % tile.weight_rows or half % EIGHT or 2 * half % tile.weight_rows):
         return f"tiles of {tile.weight_rows} weight rows do not fill {n}, by pairs {half} apart"
     use = Use(epilogue.activation.gated, epilogue.residual, norm is not None)
-    return tile.why_not(None, HopperSizes(rows, n, k, x.element_size(), (use,)))
+    return tile.why_not(None, HopperSizes(rows, n, k, x.element_size(), (use,), widened=_is_widened(x, weights)))
 
 
 def gemm(
@@ -118,12 +131,13 @@ def gemm(
     reason = why_not(gpu, x, weights, first, epilogue) or why_not_tile(x, weights, epilogue, norm, tile, half)
     if reason := reason or _why_no_epilogue(x, weights, first, epilogue, norm):
         raise EngineError(f"gemm: {reason}")
-    text = source(x.dtype, tile, epilogue, norm, fp8_out=first.dtype == _FP8, half=half)
-    shared = tile.memory(epilogue.activation.gated, norm is not None).size
+    weight = weights.weight
+    text = source(x.dtype, tile, epilogue, norm, fp8_out=first.dtype == _FP8, half=half, weight=weight.dtype)
+    shared = tile.memory(epilogue.activation.gated, norm is not None, _is_widened(x, weights)).size
     module = load_module(text, {"gemm": shared}, ARCHITECTURE, x.device)
-    rows, n = len(x), len(weights.weight)
+    rows, n, columns = len(x), len(weight), 128 // x.element_size()
     boxes = [share // 2 if share > 256 else share for share in tile.shares]
-    of_weight = paired_map(weights.weight, half, boxes[0]) if half else rows_map(weights.weight, boxes[0])
+    of_weight = paired_map(weight, half, boxes[0], columns) if half else rows_map(weight, boxes[0], columns)
     token_tiles = -(-rows // (tile.tokens * tile.along))
     tiles = token_tiles * -(-n // (tile.weight_rows * tile.across))
     call = Call(
@@ -135,22 +149,27 @@ def gemm(
     if norm is not None:
         call.width = x.shape[1]
     clusters = min(tiles, gpu.multiprocessors * tile.resident // tile.cluster) if tile.persistent else tiles
-    arguments = (of_weight, rows_map(x, boxes[1]), call)
+    arguments = (of_weight, rows_map(x, boxes[1], columns), call)
     launch_cuda(module, "gemm", clusters * tile.cluster, tile.threads, arguments, cluster=tile.cluster)
 
 
-def rows_map(matrix: Tensor, rows: int) -> TensorMap:
-    """Return the tensor map of a row-major matrix for boxes of `rows` rows by 128 bytes."""
-    return tensor_map(matrix, (rows, 128 // matrix.element_size()))
+def rows_map(matrix: Tensor, rows: int, columns: int) -> TensorMap:
+    """Return the tensor map of a row-major matrix for boxes of `rows` rows by `columns` columns, 64 or 128 bytes."""
+    return tensor_map(matrix, (rows, columns))
 
 
-def paired_map(weight: Tensor, half: int, rows: int) -> TensorMap:
+def paired_map(weight: Tensor, half: int, rows: int, columns: int) -> TensorMap:
     """Return the tensor map of a weight (N, K) of groups of two sides of `half` rows.
 
-    Boxes are `rows` rows by 128 bytes, eight of the first side and eight of the second in turns."""
+    Boxes are `rows` rows by `columns` columns, eight rows of the first side and eight of the second in turns."""
     n, k = weight.shape
     pairs = weight.view(n // (2 * half), 2, half // EIGHT, EIGHT, k).transpose(1, 2)
-    return tensor_map(pairs, (1, rows // (2 * EIGHT), 2, EIGHT, 128 // weight.element_size()))
+    return tensor_map(pairs, (1, rows // (2 * EIGHT), 2, EIGHT, columns))
+
+
+def _is_widened(x: Tensor, weights: Linear) -> bool:
+    """Whether the weights become BF16 in registers."""
+    return x.dtype == torch.bfloat16 and weights.weight.dtype in _WIDENED
 
 
 def _half(weights: Linear, out: Tensor | Heads, epilogue: Epilogue) -> int:
@@ -165,7 +184,12 @@ def _fields(
 ) -> dict[str, int | float | None]:
     """Return the fields of the argument block for what surrounds the product."""
     e, tensors = epilogue, {"bias": weights.bias, "shift": epilogue.shift, "gate": epilogue.gate}
+    if weights.weight_scale is not None and weights.weight_scale.ndim:
+        tensors["scales"] = weights.weight_scale
     fields: dict[str, int | float | None] = {"half": half}
+    if e.ahead is not None:
+        tensors["ahead"] = e.ahead
+        fields["ahead_bytes"] = e.ahead.numel() * e.ahead.element_size()
     if e.moments is not None:
         tensors |= {"sums_out": e.moments.sums, "squares_out": e.moments.squares}
         if e.moments.scaled is not None and e.next_scale is not None:
@@ -186,10 +210,12 @@ def _why_no_epilogue(x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue
         return "it has no rows with constants of their own"
     if e.shift is not None and weights.paired:
         return "a paired weight has no shift"
-    if not e.residual and (e.moments is not None or e.gate is not None):
-        return "a gate and moments come with a residual"
+    if not e.residual and (e.gate is not None or e.next_scale is not None):
+        return "a gate and the next norm's scale come with a residual"
     if e.residual and (e.activation is not Activation.NONE or out.dtype == _FP8 or norm is not None):
         return f"only a plain product is added to a residual, got {e.activation} into {out.dtype}"
+    if e.moments is not None and (e.activation.gated or e.rope is not None or out.dtype == _FP8):
+        return "moments are of rows of 16 bits, neither gated nor rotated"
     if e.moments is not None and (reason := _why_no_moments(e.moments, out)):
         return reason
     if e.moments is not None and e.moments.columns != MOMENTS_OF:

@@ -1,0 +1,43 @@
+"""Staging buffers: host memory from which a GPU uploads, and how a call's inputs get there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vla_accel.errors import EngineError
+from vla_accel.families.family import Rows
+
+ALIGNMENT = 256
+"""Bytes; CUDA's allocator guarantees it, and kernels and libraries may rely on it."""
+
+
+def host_buffer(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+
+def upload(on_device: Tensor, on_host: Tensor) -> None:
+    if len(on_device):
+        on_device.copy_(on_host, non_blocking=True)
+
+
+def fill(
+    name: str, slots: Sequence[np.ndarray], rows: Rows, pieces: Sequence[tuple[Tensor, Tensor]] = ()
+) -> None:  # fmt: skip
+    """Copy rows into their slots; what a row leaves of its slot along the first axis becomes zero. `pieces`: where a
+    row is uploaded from its slot at once."""
+    if len(rows) != len(slots):
+        raise EngineError(f"{name}: expected {len(slots)} rows, got {len(rows)}")
+    for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):
+        if row.shape == slot.shape:
+            np.copyto(slot, row, casting="no")
+        elif row.ndim == slot.ndim > 0 and row.shape[1:] == slot.shape[1:] and len(row) < len(slot):
+            np.copyto(slot[: len(row)], row, casting="no")
+            slot[len(row) :] = 0
+        else:
+            raise EngineError(f"{name}: expected shape {slot.shape}, got {row.shape}")
+        if pieces:
+            upload(*pieces[index])
