@@ -100,19 +100,19 @@ def test_what_was_fetched_before_is_found_without_a_connection(hub: LocalHub, mo
     before = [find(name) for name in (ONE, f"{ONE}@v1", f"{MANY}/libero_10")]
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert [find(name) for name in (ONE, f"{ONE}@v1", f"{MANY}/libero_10")] == before
-    with pytest.raises(CheckpointError, match=f"'{MANY}/libero_goal' is no folder here, and could not be fetched"):
+    with pytest.raises(CheckpointError, match=f"'{MANY}/libero_goal' is not a folder here and could not be fetched"):
         find(f"{MANY}/libero_goal")
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", f"{ONE}@v9"])
 def test_what_the_hub_lacks_is_one_error(name: str, hub: LocalHub) -> None:
-    with pytest.raises(CheckpointError, match=f"'{name}' is no folder here, and could not be fetched from the hub: "):
+    with pytest.raises(CheckpointError, match=f"'{name}' is not a folder here and could not be fetched from the hub: "):
         find(name)
 
 
 def test_without_huggingface_hub_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(DependencyError, match=r"'lerobot/pi05_base' is no folder here; .*pip install 'vla_accel\["):
+    with pytest.raises(DependencyError, match=r"'lerobot/pi05_base' is not a folder here; .*pip install 'vla_accel\["):
         find("lerobot/pi05_base")
 
 

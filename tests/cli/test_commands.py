@@ -64,20 +64,20 @@ def test_parity_says_what_ran_instead_and_where_a_report_is_kept(
 def test_parity_where_no_chunk_is_left_to_judge(
     checkpoint: str, recorded: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the gripper's command falls the other way in every one."""
+    """For example if the gripper's command flips in every chunk."""
     compare = parity.compare
 
     def all_flipped(*given: Any, **options: Any) -> Any:
         found = compare(*given, **options)
-        reason = f"{found.observations} chunks fell the other way"
+        reason = f"{found.observations} chunks flipped"
         return dataclasses.replace(found, passed=False, flipped=found.observations, rest_cosine=None, reasons=(reason,))
 
     monkeypatch.setattr(parity, "compare", all_flipped)
     words = ["--observations", recorded, "--device", "cpu", "--num-steps", "1"]
     assert main(["parity", checkpoint, "--config", "native", *words]) == 1
     out = capsys.readouterr().out
-    assert "does NOT agree" in out and "over 3 chunks" in out and "in 3 of them a command fell" in out
-    assert "Why not: 3 chunks fell" in out
+    assert "does NOT agree" in out and "on 3 chunks" in out and "flipped in 3 of them" in out
+    assert "Reasons: 3 chunks flipped" in out
 
 
 @pytest.mark.parametrize(

@@ -42,5 +42,5 @@ def test_where_no_one_tells_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_busy_machine_is_named() -> None:
     assert busy_host({"cores": 32, "others_busy": 21.44}).startswith(
-        "other processes kept 21.4 of 32 cores busy meanwhile"
+        "other processes kept 21.4 of 32 cores busy during the run"
     )

@@ -1,4 +1,4 @@
-"""Agreement with the reference: what is judged, several noises an observation, commands that fell the other way."""
+"""Agreement with the reference: what is judged, several noises an observation, flipped commands."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_flipped_commands_are_counted_and_judged_by_their_rate_alone() -> None:
     found = report(Stub(error=0.001, flip=(1, 5)), Stub(), draws=2, threshold=0.999)
     assert found.flipped == 2 and found.rest_cosine > 0.9999 and found.actions.cosine < 0.95
     assert not found.passed and not [r for r in found.reasons if "cosine" in r]
-    assert [r for r in found.reasons if r.startswith("commands fell the other way in at least ")]
+    assert [r for r in found.reasons if r.startswith("commands flipped in at least ")]
     assert report(Stub(error=0.9), Stub()).flipped == 0
     everything = report(Stub(flip=(0, 1, 2, 3)), Stub())
     assert everything.flipped == 4 and everything.rest_cosine is None and not everything.passed
@@ -191,7 +191,7 @@ def check_that_parity_bites(reports: dict[str, Any]) -> None:
     assert 0 < honest.relative_error < LIMITS["bf16"].relative
     for name, report in reports.items():
         assert not report.passed and report.relative_error > LIMITS["fp8"].relative, name
-        assert any("of what another observation changes" in reason for reason in report.reasons), name
+        assert any("of the change between observations" in reason for reason in report.reasons), name
 
 
 def test_a_policy_that_does_not_look_fails() -> None:
@@ -234,7 +234,7 @@ def test_random_weights_look_at_the_observation(name: str, monkeypatch: pytest.M
 def test_a_blind_reference_judges_nothing() -> None:
     blind = compare(Stub(), Stub(), [{"a": 1}, {"a": 2}], name="stub")  # type: ignore[arg-type]
     assert blind.sensitivity == 0 and blind.relative_error is None and not blind.passed
-    assert blind.reasons == ("another observation changes nothing, so that agreement says nothing",)
+    assert blind.reasons == ("another observation changes nothing, so agreement proves nothing",)
     alone = report(Stub(), Stub(), count=1)
     assert alone.passed and alone.sensitivity is None and alone.relative_error is None
 
@@ -243,7 +243,7 @@ def test_the_error_is_measured_in_what_another_observation_changes() -> None:
     found = report(Stub(error=0.02), Stub(), threshold=0.0)
     # The stub's first action dimension moves by 0.5 from one observation to the next, and all errors are 0.02.
     assert found.relative_error == pytest.approx(0.02 / 0.5) and not found.passed
-    assert found.reasons == ("error 4.0 % of what another observation changes, at most 0.5 % wanted",)
+    assert found.reasons == ("error 4.0 % of the change between observations, at most 0.5 % allowed",)
 
 
 def test_flips_fail_where_their_interval_lies_above_the_rate() -> None:
@@ -252,4 +252,4 @@ def test_flips_fail_where_their_interval_lies_above_the_rate() -> None:
     assert few.flipped == 1 and few.flipped_low < FLIP_RATE < few.flipped_high
     assert many.flipped == 7 and many.flipped_low > FLIP_RATE
     assert not [r for r in few.reasons if "commands" in r]
-    assert [r for r in many.reasons if r.startswith("commands fell the other way in at least ")]
+    assert [r for r in many.reasons if r.startswith("commands flipped in at least ")]

@@ -153,8 +153,8 @@ def test_engines_are_built_ahead_for_its_components(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"vision": "native"}, "vision: the model has no such component; it has encoder, head"),
-        ({"engines": {"tail": "eager"}}, "tail: the model has no such component; it has encoder, head"),
+        ({"vision": "native"}, r"expected components of the model \(encoder, head\), got vision"),
+        ({"engines": {"tail": "eager"}}, r"expected components of the model \(encoder, head\), got tail"),
         ({"engines": {"head": "warp"}}, r"engines\.head\.engine: expected one of auto, eager.*, got 'warp'"),
         ({"engines": "native"}, "engines: expected a mapping, got 'native'"),
     ],

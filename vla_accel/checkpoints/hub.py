@@ -73,7 +73,7 @@ def fetch(name: HubName) -> Path:
         from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     except ImportError as error:
         raise DependencyError(
-            f"checkpoint: {str(name)!r} is no folder here; to fetch it from the hub, pip install "
+            f"checkpoint: {str(name)!r} is not a folder here; to fetch it from the hub, pip install "
             "'vla_accel[checkpoints]'"
         ) from error
     # The hub's errors have no common base: ValueError for a bad name, OSError for the network, its own for the rest.
@@ -129,5 +129,5 @@ def _wanted(file: str) -> bool:
 def _failed(name: HubName, error: Exception) -> CheckpointError:
     reason = " ".join(str(error).split())
     return CheckpointError(
-        f"checkpoint: {str(name)!r} is no folder here, and could not be fetched from the hub: {reason}"
+        f"checkpoint: {str(name)!r} is not a folder here and could not be fetched from the hub: {reason}"
     )

@@ -322,7 +322,7 @@ class PolicyConfig(Checked):
                 given[part] = given.pop(other)
         others = [name for name in given if name not in parts]
         if others:
-            raise ConfigError(f"{others[0]}: the model has no such component; it has {', '.join(parts)}")
+            raise ConfigError(f"engines: expected components of the model ({', '.join(parts)}), got {others[0]}")
         specs = {name: given.get(name, EngineSpec()) for name in parts}
         if self.native == NativeOptions():
             return specs

@@ -40,6 +40,6 @@ def busy_host(host: Mapping[str, Any]) -> str:
     if not host or host["others_busy"] is None or host["others_busy"] <= QUIET * host["cores"]:
         return ""
     return (
-        f"other processes kept {host['others_busy']:.1f} of {host['cores']} cores busy meanwhile: what waits for the "
-        "host was slower than on a quiet machine"
+        f"other processes kept {host['others_busy']:.1f} of {host['cores']} cores busy during the run, so "
+        "CPU-bound calls were slower than on a quiet machine"
     )

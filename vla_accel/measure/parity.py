@@ -2,7 +2,7 @@
 
 The final actions alone decide, by three measures: the share of chunks in which a command, such as a gripper's, flipped;
 the cosine of the other chunks (one flip costs the cosine of all chunks as much as a whole chunk may differ); and the
-error in units of what another observation changes, so that a policy that ignores its images fails. Agreement by
+error relative to the change between observations, so that a policy that ignores its images fails. Agreement by
 component only helps to find the culprit.
 """
 
@@ -178,15 +178,15 @@ def compare(
     rest = cosine(normalised[kept], exact[kept]) if kept.any() else None
     reasons = []
     if rest is not None and not rest >= limits.cosine:
-        reasons.append(f"cosine {rest:.6f}, at least {limits.cosine} wanted")
+        reasons.append(f"cosine {rest:.6f}, at least {limits.cosine} required")
     if change == 0:
-        reasons.append("another observation changes nothing, so that agreement says nothing")
+        reasons.append("another observation changes nothing, so agreement proves nothing")
     if relative is not None and not relative <= limits.relative:
-        most = f"at most {100 * limits.relative:g} % wanted"
-        reasons.append(f"error {100 * relative:.1f} % of what another observation changes, {most}")
+        most = f"at most {100 * limits.relative:g} % allowed"
+        reasons.append(f"error {100 * relative:.1f} % of the change between observations, {most}")
     if low > FLIP_RATE:
-        allowed = f"{100 * FLIP_RATE:g} % allowed"
-        reasons.append(f"commands fell the other way in at least {100 * low:.1f} % of chunks, {allowed}")
+        allowed = f"at most {100 * FLIP_RATE:g} % allowed"
+        reasons.append(f"commands flipped in at least {100 * low:.1f} % of chunks, {allowed}")
     return Report(
         name=name,
         passed=not reasons,

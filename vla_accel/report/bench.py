@@ -39,7 +39,7 @@ def page(report: Mapping[str, Any]) -> Page:
     left_out = ", ".join(f"{name} ({why})" for name, why in report["left_out"].items())
     host = report.get("host", {})
     busy = host.get("others_busy")
-    others = "" if busy is None else f"kept {busy:.1f} of {host['cores']} cores busy meanwhile"
+    others = "" if busy is None else f"kept {busy:.1f} of {host['cores']} cores busy during the run"
     more = {"left_out": left_out, "other_processes": others}
     sections.append(conditions(report["command"], report["hardware"], report["software"], **more))
     return Page(f"Latency of {model}", summary, sections)

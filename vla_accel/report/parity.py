@@ -41,14 +41,14 @@ def summary(report: Mapping[str, Any]) -> str:
     chunks = report["observations"] * report["draws"]
     rest = "-" if report["rest_cosine"] is None else f"{report['rest_cosine']:.6f}"
     text = (
-        f"{report['name']}{fell_back(report['engines'])} {verdict} with FP32 eager over {chunks} chunks of "
-        f"{report['observations']} observations; in {report['flipped']} of them a command fell the other way. Cosine "
-        f"of the final actions of the others {rest}, at least {report['threshold']} wanted."
+        f"{report['name']}{fell_back(report['engines'])} {verdict} with FP32 eager on {chunks} chunks of "
+        f"{report['observations']} observations. Commands flipped in {report['flipped']} of them. Cosine of the final "
+        f"actions in the others: {rest} (at least {report['threshold']} required)."
     )
     if report.get("relative_error") is not None:
-        text += f" The error is {report['relative_error']:.1%} of what another observation changes."
+        text += f" The error is {report['relative_error']:.1%} of the change between observations."
     if report.get("reasons"):  # older reports have none
-        text += f" Why not: {'; '.join(report['reasons'])}."
+        text += f" Reasons: {'; '.join(report['reasons'])}."
     return text
 
 

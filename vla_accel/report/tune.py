@@ -68,7 +68,7 @@ def _agreement(rows: Sequence[Row]) -> list[Picture]:
         error, flipped = Number(found.get("relative_error"), "{:.1%}"), Number(found.get("flipped"), "{}")
         median, same = Number(row["latency"]["median_ms"]), Number(_cosine(row), "{:.6f}")
         body.append([row["name"], median, same, error, flipped, "yes" if row["front"] else "no", verdict(row)])
-    error, words = "error, of what another observation changes", (f"{p.label}: {p.x:.1f} ms, {p.y:.1e}" for p in points)
+    error, words = "error / change between observations", (f"{p.label}: {p.x:.1f} ms, {p.y:.1e}" for p in points)
     header = ("configuration", "median ms", "cosine", error, "commands flipped", "on the front", "verdict")
     title = (
         "Median of a call against disagreement with FP32 eager (one minus the cosine of the final actions); the line "
