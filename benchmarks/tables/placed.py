@@ -27,6 +27,21 @@ TOKEN_GOALS = {"native-bf16": 1.2, "native-fp8-decode": 0.8, "native-int8-decode
 """Ms a token of π0-FAST on an H200, by system."""
 PER_SECOND = {16: 420, 32: 420}
 """Observations a second of π0.5 in `native-fp8` with three steps, by batch."""
+RUNS = tuple(
+    f"goals_{name}_{{gpu}}"
+    for name in (
+        "pi05",
+        "pi05_long",
+        "pi0_long",
+        "smolvla",
+        "groot",
+        "pi0_fast",
+        "portable",
+        "portable_long",
+        "batches",
+    )
+)
+"""The stored runs that the table reads; see `benchmarks.jobs.goals`."""
 
 
 def _rows(results: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -61,13 +76,16 @@ def _met(row: Row) -> str:
     return "met" if row["over"] <= 0 else f"missed by {100 * row['over']:.0f} %"
 
 
-def placed_goals(results: Sequence[Row]) -> str:
+def placed_goals(results: Sequence[Row | None]) -> str:
     """Each call with a goal for its number of steps, and whether the goal is met."""
-    where = machines((shape_of(result), result) for result in results)
+    stored = [result for result in results if result]
+    if not stored:
+        return "No run is stored.\n"
+    where = machines((shape_of(result), result) for result in stored)
     columns = {
         "call": "{call}", "system": "{system}", "steps": "{steps}", "median": "{median_ms:.2f} {unit}",
         "floor ms": lambda row: f"{row['floors_ms']['total']:.2f}" if row.get("floors_ms") else "-",
         "goal": "{goal} {unit}", "result": _met,
     }  # fmt: skip
     note = "Median of a whole call, with random weights of the published size. The goals are for an H200. "
-    return table(columns, _rows(results), f"{note}The place of the steps does not change the time. {where}.")
+    return table(columns, _rows(stored), f"{note}The place of the steps does not change the time. {where}.")

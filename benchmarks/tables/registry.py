@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.diagrams import DIAGRAMS
 from benchmarks.svg import draw_latency, draw_models, sources
-from benchmarks.tables import agreement, attach, bench, flow, hardware, images, server, shapes, success
+from benchmarks.tables import agreement, attach, bench, flow, hardware, images, placed, server, shapes, success
 from benchmarks.tables.families import families
 from benchmarks.tables.lerobot_fields import FIELD_TABLES, steps
 from eval.training import record_of
@@ -58,6 +58,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "flow_pi05": (flow.flow, "flow_pi05_demo_h200"),
     "flow_smolvla": (flow.flow, "flow_smolvla_demo_h200"),
     "tune_demo": (success.tune, "tune_demo_h100"),
+    "tune_smolvla_demo": (success.tune, "tune_smolvla_demo_{gpu}"),
     "bench_pi05": (bench.bench, "bench_record_h200"),
     "bench_pi05_alone": (bench.bench, "bench_pi05_alone_h200"),
     "bench_pi05_profile": (bench.bench, "bench_pi05_profile_h200"),
@@ -74,6 +75,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "shapes": (shapes.shapes, "bench_*_h200"),
     "shapes_h100": (shapes.calls, "bench_*_h100"),
     "goals": (shapes.goals, "bench_*_h200"),
+    "placed_goals": (placed.placed_goals, placed.RUNS),
     "openpi_agreement": (agreement.openpi_agreement, "openpi_parity_h200"),
     "lerobot_agreement": (agreement.lerobot_agreement, "lerobot_parity_cpu"),
     "parity_demo": (agreement.parity, "parity_*"),
@@ -96,7 +98,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "precision": (images.precisions, "precision_*"),
     "bench_server": (server.server, "bench_server_cpu"),
     "bench_server_gpu": (server.server, "bench_server_h200"),
-    "server_gpus": (server.server_gpus, "bench_server_*_h200"),
+    "server_gpus": (server.server_gpus, "bench_server_*_h*00"),
     "server_faults": (server.faults, "server_faults_cpu"),
     "server_faults_gpus": (server.faults, "server_faults_h200"),
     **{name: (table, ()) for name, table in FIELD_TABLES.items()},

@@ -215,8 +215,10 @@ def _late_rate(row: Row | None) -> str:
 # -- tuning -------------------------------------------------------------------------------------------------------
 
 
-def tune(result: Row) -> str:
+def tune(result: Row | None) -> str:
     """Everything that a search tried, the fastest first."""
+    if result is None:
+        return "No run is stored.\n"
     rows = []
     for row in sorted(result["tried"], key=lambda row: (row["latency"] or {}).get("median_ms", math.inf)):
         played, chosen = row["success"], row["chosen"]

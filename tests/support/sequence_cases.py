@@ -272,8 +272,8 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     for rows, n, k, what in (
         (41, 40, 48, "nsg"), (41, 40, 48, "nsgm"), (3, 20, 33, "nm"),
         (41, 40, 48, "nqs"), (41, 40, 48, "nqsm"), (3, 20, 33, "nqi"),
-        (41, 24, 72, "ns8"), (41, 24, 72, "nsi"), (17, 132, 40, "nmi"), (3, 20, 33, "n"), (9, 20, 136, "nqs"), (16, 40, 72, "ns8"), (82, 132, 40, "r"),
-        (17, 16, 24, ""),
+        (41, 24, 72, "ns8"), (41, 24, 72, "nsi"), (17, 132, 40, "nmi"), (3, 20, 33, "n"), (9, 20, 136, "nqs"),
+        (16, 40, 72, "ns8"), (82, 132, 40, "r"), (17, 16, 24, ""),
     ):  # fmt: skip
         yield f"product {rows}x{k}x{n} {what}", _product(rows, n, k, what)
     by_tma = Pipelined(64, 32, 64, stages=2, tma=True)
