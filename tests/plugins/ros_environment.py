@@ -27,7 +27,8 @@ BUILD = (
 )
 COLCON = ("catkin-pkg", "cmake<5", "colcon-cmake", "colcon-core", "colcon-python-setup-py", "colcon-ros", "ninja",
           "setuptools<80")  # fmt: skip
-OTHERS = ("msgpack", "numpy", "packaging", "pillow", "prometheus-client", "pytest", "pyyaml", "websockets")
+OTHERS = ("msgpack", "numpy", "packaging", "pillow", "prometheus-client", "pytest", "pyyaml", "rerun-sdk",
+          "websockets")  # fmt: skip
 """What the tests need, and vla_accel without torch."""
 
 

@@ -9,6 +9,7 @@ import io
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -160,7 +161,7 @@ class Robot:
             assert self.transition("deactivate")
         if self.state() == State.PRIMARY_STATE_INACTIVE:
             assert self.transition("cleanup")
-        defaults = {"prompt": "stay there", "rate": 0.0, "max_age_s": 0.4, "wait_s": 5.0}
+        defaults = {"prompt": "stay there", "rate": 0.0, "max_age_s": 0.4, "wait_s": 5.0, "view": ""}
         assert not self.set(contract=str(contract), **{**defaults, **values})
         assert self.transition("configure", "activate"), self.log.read_text()
         self.commands.clear()
@@ -310,6 +311,17 @@ def test_deactivation_ends_the_goal_and_an_inactive_node_accepts_none(robot: Rob
     done = robot.result(goal)
     assert done.status == GoalStatus.STATUS_ABORTED and done.result.termination_reason == "node_deactivated"
     assert not robot.goal().accepted
+
+
+def test_a_live_view_records_the_runs(robot: Robot, contracts: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "run.rrd"
+    robot.configured(contracts["trajectory"], view=f"rerun:{file}")
+    assert robot.result(robot.goal(max_duration_s=1.0)).status == GoalStatus.STATUS_SUCCEEDED
+    assert robot.transition("deactivate", "cleanup"), robot.log.read_text()
+    command = [sys.executable, "-m", "rerun_cli", "rrd", "print", str(file)]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    for path in ("/camera/", "/state/observation_state/0", "/action/2/executed", "/age/message_ms"):
+        assert path in printed, printed
 
 
 def test_a_bad_contract_leaves_the_node_unconfigured(robot: Robot, contracts: dict[str, Path]) -> None:

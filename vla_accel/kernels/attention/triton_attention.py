@@ -26,8 +26,7 @@ LOG2E = constexpr(1.4426950408889634)
 
 class HeadShape(NamedTuple):
     """Constants of a kernel: heads, queries that share a head of keys, columns of a head and of its tile, a power of
-    two, and whether heads begin at multiples of 8 elements. `low`, `rest`: columns of two tiles that take a head where
-    together they are smaller, such as 64 and 16 for 72; otherwise `block` and 0.
+    two, and whether heads begin at multiples of 8 elements.
     """
 
     heads: int
@@ -35,17 +34,13 @@ class HeadShape(NamedTuple):
     dim: int
     block: int
     aligned: bool
-    low: int
-    rest: int
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor) -> HeadShape:
         """Return the constants of queries (B, T, heads, d) and keys (B, S, kv_heads, d)."""
         heads, dim = q.shape[2:]
-        aligned, block = q.stride(2) % 8 == k.stride(2) % 8 == 0, max(16, power_of_two(dim))
-        low, rest = block // 2, max(16, power_of_two(dim - block // 2))
-        low, rest = (low, rest) if dim > low >= 16 and low + rest < block else (block, 0)
-        return cls(heads, heads // k.shape[2], dim, block, aligned, low, rest)
+        aligned = q.stride(2) % 8 == k.stride(2) % 8 == 0
+        return cls(heads, heads // k.shape[2], dim, max(16, power_of_two(dim)), aligned)
 
 
 class Mask(NamedTuple):
@@ -79,26 +74,24 @@ def _attention(
     q_ptr, k_ptr, v_ptr, out_ptr, length_ptr = tensors
     SOURCE: constexpr = MASK.source
     WHOLE: constexpr = SOURCE % TILE.keys == 0 and length_ptr is None  # every tile of keys is full
-    UNMASKED: constexpr = WHOLE and H.low <= H.dim
+    UNMASKED: constexpr = WHOLE and H.dim == H.block
     q_strides, k_strides = strides
     scale, inverse_scale = scales
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     wait_for_previous(PDL)
     m = tl.program_id(0) * TILE.queries + tl.arange(0, TILE.queries)
     n = tl.arange(0, TILE.keys)
-    d = tl.arange(0, H.low)
+    d = tl.arange(0, H.block)
     in_d = d < H.dim
     q_place, kv_place = head * q_strides[2], (head // H.group) * k_strides[2]
     if H.aligned:
         # Triton would not know that heads of 72 begin at sixteen bytes, and load values one by one.
         q_place, kv_place = tl.multiple_of(q_place, 8), tl.multiple_of(kv_place, 8)
-    q_at = q_ptr + batch * q_strides[0] + m[:, None] * q_strides[1] + q_place
-    q = tl.load(q_at + d[None, :], mask=(m < tokens)[:, None] & in_d[None, :], other=0.0)
-    if H.rest > 0:
-        r = H.low + tl.arange(0, H.rest)
-        in_r = r < H.dim
-        q_rest = tl.load(q_at + r[None, :], mask=(m < tokens)[:, None] & in_r[None, :], other=0.0)
-        acc_rest = tl.full((TILE.queries, H.rest), 0.0, tl.float32)
+    q = tl.load(
+        q_ptr + batch * q_strides[0] + m[:, None] * q_strides[1] + q_place + d[None, :],
+        mask=(m < tokens)[:, None] & in_d[None, :],
+        other=0.0,
+    )
     length, padding = SOURCE, 0
     if length_ptr is not None:
         if MASK.causal:
@@ -108,7 +101,7 @@ def _attention(
     base = batch * k_strides[0] + kv_place
     best = tl.full((TILE.queries,), -float("inf"), tl.float32)
     total = tl.full((TILE.queries,), 0.0, tl.float32)
-    acc = tl.full((TILE.queries, H.low), 0.0, tl.float32)
+    acc = tl.full((TILE.queries, H.block), 0.0, tl.float32)
     end = SOURCE
     if MASK.causal:
         # Only rows that see each other see keys after themselves.
@@ -123,11 +116,7 @@ def _attention(
             k = tl.load(k_ptr + place[None, :] + d[:, None])
         else:
             k = tl.load(k_ptr + place[None, :] + d[:, None], mask=real[None, :] & in_d[:, None], other=0.0)
-        s = tl.dot(q, k)
-        if H.rest > 0:
-            inside = in_r[:, None] if WHOLE else real[None, :] & in_r[:, None]
-            s = tl.dot(q_rest, tl.load(k_ptr + place[None, :] + r[:, None], mask=inside, other=0.0), s)
-        s *= scale
+        s = tl.dot(q, k) * scale
         if MASK.causal:
             seen = key[None, :] <= m[:, None]
             if together_ptr is not None:
@@ -150,15 +139,10 @@ def _attention(
         else:
             v = tl.load(v_ptr + place[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-        if H.rest > 0:
-            inside = in_r[None, :] if WHOLE else real[:, None] & in_r[None, :]
-            v_rest = tl.load(v_ptr + place[:, None] + r[None, :], mask=inside, other=0.0)
-            acc_rest = tl.dot(p.to(v.dtype), v_rest, acc_rest * shrink[:, None])
-    target = out_ptr + ((batch * tokens + m[:, None]) * H.heads + head) * H.dim
-    keep = (m < tokens)[:, None]
-    store_rounded(target + d[None, :], acc / total[:, None], keep & in_d[None, :], inverse_scale)
-    if H.rest > 0:
-        store_rounded(target + r[None, :], acc_rest / total[:, None], keep & in_r[None, :], inverse_scale)
+    out = acc / total[:, None]
+    target = out_ptr + ((batch * tokens + m[:, None]) * H.heads + head) * H.dim + d[None, :]
+    keep = (m < tokens)[:, None] & in_d[None, :]
+    store_rounded(target, out, keep, inverse_scale)
 
 
 def attention(

@@ -183,7 +183,7 @@ class HopperTile:
             area, row_bytes = self.weight_rows * self.tokens, 64 if sizes.widened else 128
             multiplied = max(area / 16, _WIDENING * self.weight_rows if sizes.widened else 0)
             fetched = (row_bytes * self.weight_rows + 128 * self.tokens) / 40
-            exchanged = _EXCHANGE + area * 4 * (1 - 1 / self.split) / 30 if self.split > 1 else 0
+            exchanged = _EXCHANGE + area * 4 * (1 - 1 / self.split) / 8 if self.split > 1 else 0
             return waves * (_FIXED + chunks * max(multiplied, fetched)) + exchanged, self.split, self.resident
         products = self.weight_rows // 64 * self.tokens // 8 * chunks
         # A persistent block fetches its next tile while it ends this one.
@@ -264,7 +264,7 @@ FEW_LEAST, FEW_MOST = 17, 1024
 """Rows of `few_rows`."""
 _SPLITS, _SHAPES, _ALIKE = (1, 2, 3, 4, 6, 8), 4, 2
 """Parts of K; shapes that are measured with one and with two resident blocks; shapes of equal split at most."""
-_SEARCHED = 2
+_SEARCHED = 4
 """Shapes of `few_rows` that the search adds for either number of resident blocks."""
 _STAGES, _STAGES_WIDENED = 8, 12
 """Stages of `few_rows` at most: one of weights of one byte holds half as many bytes."""
