@@ -1,4 +1,4 @@
-"""Make the stored runs again on the GPUs of this machine, within a given time: `python -m benchmarks.measure`.
+"""Repeat the stored runs on the GPUs of this machine, within a time limit: `python -m benchmarks.measure`.
 
 Each job of `benchmarks.jobs` gets GPUs of its own with their share of the cores. The result of a command that succeeded
 is copied to benchmarks/results, and the job is skipped as long as the work folder has it. At the deadline commands are

@@ -43,7 +43,7 @@ def run_page(result: Result, others: Mapping[str, Result] | None = None) -> Page
     sections = [
         Section("Success", [*success, _tasks(rows)]),
         Section("Latency", [*latency_items({"this run": result, **(others or {})}), *_fit(summary), *_target(summary)]),
-        Section("Films", _own_films(result)),
+        Section("Videos", _own_films(result)),
         ledger((name, row["breakdown"]["engines"]) for name, row in rows if row["breakdown"]),
         Section("Warnings", [Text(warning) for warning in summary["warnings"]]),
         conditions(result["command"], launch["hardware"], launch["software"], **_rules(result["protocol"])),

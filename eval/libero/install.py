@@ -1,4 +1,4 @@
-"""Finding LIBERO and an OpenGL library, and importing them without their questions."""
+"""Find LIBERO and an OpenGL library, and import them without interactive questions."""
 
 from __future__ import annotations
 

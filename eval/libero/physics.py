@@ -1,4 +1,4 @@
-"""An action's physics in less time, and to the bit.
+"""Simulate an action in less time, with bit-identical results.
 
 robosuite executes an action in 25 physics steps. In each it computes the state's derivatives three times (before the
 controller, in the controller, in the step itself) though positions and velocities change once, looks the same names up,

@@ -1,1 +1,1 @@
-"""Benchmarks: the tables and pictures of the stored runs, and the jobs that make them."""
+"""Tests of the tables and figures of stored runs, and of the jobs that create them."""

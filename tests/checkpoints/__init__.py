@@ -1,1 +1,1 @@
-"""Checkpoints of every project: names, sizes, statistics, adapters, and every way in which a folder can be wrong."""
+"""Tests of checkpoints of every project: names, sizes, statistics, adapters, and invalid folders."""

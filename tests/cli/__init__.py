@@ -1,1 +1,1 @@
-"""The commands: what they are told, what they say, and how they end."""
+"""Tests of the commands: options, output, errors and exit status."""

@@ -1,1 +1,1 @@
-"""What everything stands on: configuration, files, latency, FP8, and the rules of the house itself."""
+"""Tests of configuration, files, latency, FP8, and the rules of the code base, such as its layers."""

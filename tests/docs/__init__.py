@@ -1,1 +1,1 @@
-"""The pages: every command, example, link and recipe in them."""
+"""Tests of the pages: every command, example, link and recipe in them."""

@@ -1,1 +1,1 @@
-"""Engines: what may fall back, the cache, ONNX, and TensorRT with stand-ins for what needs a GPU."""
+"""Tests of engines: fallbacks, the cache, ONNX, and TensorRT with dummies for what needs a GPU."""

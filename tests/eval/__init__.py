@@ -1,1 +1,1 @@
-"""The evaluation: harness, LIBERO, the training of the demo, statistics and reports."""
+"""Tests of the evaluation: harness, LIBERO, training of the demo, statistics and reports."""

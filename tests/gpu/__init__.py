@@ -1,1 +1,1 @@
-"""What needs a CUDA GPU: `python -m pytest -m gpu`. Scripts that time or sanitize kernels stand beside the tests."""
+"""Tests that need a CUDA GPU (`python -m pytest -m gpu`), and scripts that time or sanitize kernels."""

@@ -1,1 +1,1 @@
-"""Image models: autoencoders, Stable Diffusion and Qwen-Image over the shared engines. Needs diffusers."""
+"""Tests of image models: autoencoders, Stable Diffusion and Qwen-Image. They need diffusers."""

@@ -1,1 +1,1 @@
-"""Ops and their kernels beside references in plain PyTorch: in Triton's interpreter, through compilers, by choice."""
+"""Tests of ops and kernels against plain PyTorch: in Triton's interpreter, by compilers, and the choice of kernels."""

@@ -4,6 +4,7 @@ shape that the full-size models (on Hopper the demo, too) launch there; the CUDA
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import itertools
 import json
@@ -267,6 +268,12 @@ def test_the_persistent_unet_compiles(gpu: Gpu, nvrtc_library: ctypes.CDLL, monk
     assert layout.shared <= gpu.shared_per_block and layout.stages >= unet.LEAST_STAGES
 
 
+@functools.cache
+def compiled_once(source: str) -> bytes:
+    """The code of a source for Hopper; several products share one."""
+    return nvrtc.compile_source(source, ARCHITECTURE)
+
+
 @pytest.fixture
 def compile_and_check(nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Compile a kernel of the GEMM, and check that it fits a Hopper GPU.
@@ -277,7 +284,7 @@ def compile_and_check(nvrtc_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc_library)
 
     def check(kind: torch.dtype, tile: HopperTile, epilogue: Epilogue, *norm: Norm, **options: Any) -> None:
-        code = nvrtc.compile_source(launch.source(kind, tile, epilogue, *norm, **options), ARCHITECTURE)
+        code = compiled_once(launch.source(kind, tile, epilogue, *norm, **options))
         assert code.startswith(b"\x7fELF") and max(stack_of(code)) <= 64 * tile.width * 4 // 128 // 8
         assert stack_of(code) == {0} or not local_between(code, "GMMA")
         assert max(registers_of(code)) * tile.threads * tile.resident <= H200.registers

@@ -49,7 +49,7 @@ CASES = {
     ),
     "narrow": (replace(LOOPS["narrow"], steps=2), 3),
 }  # fmt: skip
-QUICK = ("demo", "pi0", "pinned", "uneven steps")
+QUICK = ("demo", "pi0")
 
 
 def gpu_of(blocks: int, shared: int = RTX_4090.shared_per_block) -> Gpu:

@@ -1,1 +1,1 @@
-"""Measuring: bench, parity, memory, recorded observations."""
+"""Tests of measurements: bench, parity, memory, recorded observations."""

@@ -1,1 +1,1 @@
-"""The networks, beside references written here or kept from the projects that they come from."""
+"""Tests of the networks against references that were written here or recorded from the original projects."""

@@ -152,6 +152,7 @@ def test_logits_of_weights_of_one_byte_are_close() -> None:
         assert 0 < error < 0.2
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_kernels_write_the_same_tokens() -> None:
     found = json.loads(*lines_of("interpret_decode"))

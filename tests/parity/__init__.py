@@ -1,1 +1,1 @@
-"""Agreement with openpi's and lerobot's own code, in environments of their own: `python -m pytest -m parity`."""
+"""Tests of agreement with openpi's and lerobot's code, in separate environments: `python -m pytest -m parity`."""

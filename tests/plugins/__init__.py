@@ -1,1 +1,1 @@
-"""The packages in plugins/, inside the programs they belong to. CONTRIBUTING says how that environment is made."""
+"""Tests of the packages in plugins/ inside their host programs. CONTRIBUTING describes the environment."""

@@ -1,1 +1,1 @@
-"""Programs that run other projects' code to make references."""
+"""Programs that run other projects' code to record references."""

@@ -1,1 +1,1 @@
-"""Server, client and wire form, also under load, with hostile bytes and with processes that die."""
+"""Tests of server, client and wire format, also under load, with invalid bytes and with processes that die."""

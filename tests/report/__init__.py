@@ -1,1 +1,1 @@
-"""Reports: pages, pictures and colours, and how a browser opens them."""
+"""Tests of reports: pages, figures and colors, also in a browser."""

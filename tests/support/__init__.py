@@ -1,1 +1,1 @@
-"""What several tests share: tiny models and checkpoints, toys, GPUs that are not there, kernels' cases."""
+"""Code that several tests share: tiny models and checkpoints, toys, descriptions of GPUs, cases of kernels."""

@@ -1,1 +1,1 @@
-"""Observations to arrays and back: tokens, images, presets, normalisation."""
+"""Tests of transforms between observations and arrays: tokens, images, presets, normalization."""

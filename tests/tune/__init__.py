@@ -1,1 +1,1 @@
-"""`vla-accel tune`: candidates, the sequential test, the search, the command."""
+"""Tests of `vla-accel tune`: candidates, the sequential test, the search, the command."""

@@ -1,1 +1,1 @@
-"""Live views in rerun: what they show, what they leave out, and who shows what."""
+"""Tests of live views in rerun: their content, and the programs that have one."""

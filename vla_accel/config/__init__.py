@@ -182,7 +182,7 @@ class CheckpointSpec(Checked):
         action_tokenizer: folder or hub name of π0-FAST's action tokenizer (FAST).
         relaxed_actions: pad or truncate π0-FAST's output to a chunk, as lerobot does, instead of raising an error.
         wan: folder or hub name of Wan 2.2 in diffusers' layout, with FastWAM's image and text encoders.
-        text_encoder: load FastWAM's text encoder (11 GB in BF16), so that instructions need not be encoded ahead.
+        text_encoder: load FastWAM's text encoder (11 GB in BF16), so that instructions need not be encoded in advance.
         domain: number of the robot's domain, whose weights of X-VLA are used.
     """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 QUIET = 0.1
-"""Share of the cores that others may keep busy before it is told."""
+"""Share of the cores that other processes may keep busy without a warning."""
 
 
 def busy_s(stat: Path = Path("/proc/stat")) -> float | None:

@@ -17,7 +17,7 @@ import torch
 from vla_accel.errors import EngineError
 
 CALLS = 9
-"""Calls that are recorded; the one whose length is the median is told."""
+"""Calls that are recorded; the call with the median length is reported."""
 PAUSE_S = 0.05
 """Between two calls: longer than a GPU is idle within one."""
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -15,8 +15,8 @@ import numpy as np
 from vla_accel.errors import ObservationError
 from vla_accel.files import replacing, user_path
 
-RECORDED = "recorded ones as vla_accel.measure.recording.save_observations writes them"
-"""For who is asked for such a file and does not know how to get one."""
+RECORDED = "a recording by vla_accel.measure.recording.save_observations"
+"""Tells a user without such a file how to write one."""
 
 
 def save_observations(observations: Sequence[Mapping[str, Any]], path: str | Path) -> None:

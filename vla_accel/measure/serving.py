@@ -176,7 +176,7 @@ def _serve(
     device: str | None,
     limits: dict[str, Any],
 ) -> None:
-    with contextlib.suppress(ConnectionError):  # who asked for it has been interrupted
+    with contextlib.suppress(ConnectionError):  # the parent process was interrupted
         try:
             later = PolicyRegistry.single(lambda: load_policy(device))
             policy = later if devices is None else Replicas(load_policy, devices)

@@ -1,4 +1,4 @@
-"""The encoder of UMT5, which reads prompts for Wan 2.2. Eager only: a robot has its prompts encoded ahead.
+"""The encoder of UMT5, which reads prompts for Wan 2.2. Eager only: prompts of a robot are encoded in advance.
 
 Source of the mathematics: UMT5 of transformers (Apache-2.0).
 """

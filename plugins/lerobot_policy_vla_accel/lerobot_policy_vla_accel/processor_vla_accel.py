@@ -1,5 +1,5 @@
 """The processors that lerobot puts around the policy. The policy normalises and tokenises itself, as its checkpoint
-says, so these only rename, batch and move."""
+specifies, so these only rename, batch and move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model server for vla-eval's harness that runs π0, π0.5, SmolVLA and GR00T on vla_accel's engines."""
+"""A model server for vla-eval's harness that runs policies on vla_accel's engines."""
 
 from vla_eval_vla_accel.model_server import VlaAccelModelServer
 
