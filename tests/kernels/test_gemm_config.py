@@ -11,7 +11,15 @@ import torch
 
 from tests.support.gpus import A100, ARCHITECTURES, GPUS, H200, ORIN, RTX_4090
 from vla_accel.kernels import config as configs
-from vla_accel.kernels.attention.config import CrossShape, KeySplit, SuffixShape, cross_tiles, key_splits
+from vla_accel.kernels.attention.config import (
+    CrossShape,
+    KeySplit,
+    NormedShape,
+    SuffixShape,
+    cross_tiles,
+    key_splits,
+    normed_tiles,
+)
 from vla_accel.kernels.autotune import Fastest
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.config import MOST_MEASURED
@@ -77,6 +85,18 @@ def test_every_gpu_has_configs_for_cross_attention(sizes: CrossShape) -> None:
         assert all(c.rows < 2 * max(sizes.tokens, 16) and c.block_k < 2 * max(sizes.k, 64) for c in found)
     # Where they fit, all keys are fetched before the wait, unless they are many.
     assert cross_tiles(H200, sizes)[0].keys == {193: 256, 20: 32, 900: 64}[sizes.prefix_tokens]
+
+
+@pytest.mark.parametrize("sizes", [
+    NormedShape(1, 32, 98, 24, 128), NormedShape(8, 98, 0, 24, 128), NormedShape(1, 120, 130, 24, 128, own=False),
+    NormedShape(1, 32, 98, 24, 128, bytes=4), NormedShape(2, 5, 3, 2, 12),
+])  # fmt: skip
+def test_every_gpu_has_configs_for_heads_that_are_normed_together(sizes: NormedShape) -> None:
+    """A thread norms keys next to at most 16 queries of four warps: with more, registers spill."""
+    for gpu in (None, *GPUS.values()):
+        found = normed_tiles(gpu, sizes)
+        assert found and all(tile.why_not(gpu, sizes) is None for tile in found)
+        assert not sizes.own or all(tile.queries <= 4 * tile.warps for tile in found)
 
 
 def test_fewer_weights_are_loaded_early_where_shared_memory_is_small() -> None:

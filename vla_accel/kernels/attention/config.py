@@ -293,6 +293,8 @@ class NormedTile:
         held = 2 * self.keys * sizes.head_dim * sizes.bytes if sizes.prefix_tokens else 0
         if held > 512 * 32 * self.warps:
             return f"{self} fetches more keys than registers before the wait"
+        if sizes.own and self.queries > 4 * self.warps:
+            return f"{self} has more queries than registers next to keys that it norms"
         return too_large(self, self.shared(sizes), gpu)
 
     def cost(self, gpu: Gpu | None, sizes: NormedShape) -> tuple[float, ...]:
