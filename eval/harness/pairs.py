@@ -136,11 +136,12 @@ def described(result: Mapping[str, Any]) -> dict[str, Any]:
     """Policy, hardware and versions of a run, for a comparison."""
     policy, launch = result["policy"], result["launches"][-1]
     metadata, config = policy.get("metadata") or {}, policy.get("config") or {}
+    model = metadata.get("model")  # openpi's servers send text
     specs = {**config, **config.get("engines", {})}
     return {
         **{name: policy.get(name) or metadata.get(name) for name in ("sha256", "weights")},
         "policy": policy.get("name"),
-        "model": (metadata.get("model") or {}).get("kind"),
+        "model": model.get("kind") if isinstance(model, Mapping) else model,
         "dtype": metadata.get("dtype"),
         "asked": {name: spec for name, spec in specs.items() if isinstance(spec, Mapping) and "engine" in spec},
         "engines": metadata.get("engines") or [],
