@@ -184,17 +184,20 @@ def families(only: str = "") -> list[Job]:
               "--calls 50 --profile", "lerobot"),
         timed("evo1", "--model evo1 --systems native-bf16,native-fp8,native-int8-denoise,eager,lerobot-eager "
               "--views 2 --steps 32,10 --batch 1,2,4 --calls 40 --profile", "lerobot"),
-        timed("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,native-fp8-vision,eager,lerobot-eager "
-              "--views 2 --steps 10,3 --calls 40 --profile", "lerobot"),
+        timed("molmoact2", "--model molmoact2 --systems native-bf16,native-fp8,native-fp8-vision,native-fp8-denoise,"
+              "eager,lerobot-eager --views 2 --steps 10,3 --calls 40 --profile", "lerobot"),
         timed("fastwam", "--model fastwam --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 "
               "--steps 10,3 --calls 40 --profile", "lerobot"),
         timed("xvla", "--model xvla --systems native-bf16,native-fp8,eager,lerobot-eager,lerobot-eager-bf16 "
               "--views 2 --steps 10,5,3 --batch 1,2,4 --calls 40 --profile", "lerobot"),
         *(timed(model, f"--model {model} --systems native-bf16,eager --views 2 --calls 50 --profile")
           for model in ("starvla_groot", "starvla_pi", "starvla_oft")),
-        *(timed(name, "--model openvla_oft --systems native-bf16,native-fp8,native-int8-denoise,eager,oft-eager "
-                f"--batch 1,2 --views {views} --calls 50 --profile", "prismatic")
+        *(timed(name, "--model openvla_oft --systems native-bf16,native-fp8,native-int8-denoise,eager "
+                f"--batch 1,2 --views {views} --calls 50 --profile")
           for name, views in (("openvla_oft", 2), ("openvla_oft_one_view", 1))),
+        # The authors' code needs an environment of its own.
+        timed("openvla_oft_reference", "--model openvla_oft --systems native-bf16,oft-eager --views 2 --calls 50",
+              "prismatic"),
         # torch.compile takes minutes, in runs of their own.
         *(timed(f"{model}_compile", f"--model {model} --systems native-bf16,{other} {options}", "lerobot")
           for model, other, options in (
@@ -210,7 +213,7 @@ def families(only: str = "") -> list[Job]:
 
 def goals(only: str = "") -> list[Job]:
     """Whole calls with the checkpoint's own number of denoising steps and with fewer, for the goals of placed steps.
-    The times at which the steps lie do not change the time of a call."""
+    The times at which the steps lie do not change the duration of a call."""
 
     def timed(name: str, options: str) -> Job:
         gpu = (only or STORED_GPU).lower()

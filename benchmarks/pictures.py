@@ -80,12 +80,12 @@ def _batches(results: Sequence[dict[str, Any]]) -> Any:
 
 
 def _server(results: Sequence[dict[str, Any]]) -> Any:
-    """Requests a second against clients, a line for each policy and number of GPUs."""
+    """Requests a second against clients, a line for each policy, model of GPU and number of GPUs."""
     lines = {
-        f"{result['policy']}, {server.plural(server.replicas(result), 'GPU')}": [
+        f"{result['policy']}, {server.replicas(result)} {server.gpu_of(result)}": [
             (row["clients"], row["per_second"]) for row in result["rows"]
         ]
-        for result in sorted(results, key=lambda result: (result["policy"], server.replicas(result)))
+        for result in server.by_gpus(results)
     }
     return charts.lines(lines, x="concurrent clients", y="requests a second")
 

@@ -37,7 +37,7 @@ class Arguments:
     note: str = ""
     """A note that is stored with the figures."""
     report: OutputFile = None
-    """HTML file that opens offline: pictures, tables, and films of the episodes that only one of them won, where both
+    """HTML file that opens offline: pictures, tables, and videos of the episodes that only one of them won, where both
     runs were filmed (--film-all)."""
 
 

@@ -87,5 +87,8 @@ def placed_goals(results: Sequence[Row | None]) -> str:
         "floor ms": lambda row: f"{row['floors_ms']['total']:.2f}" if row.get("floors_ms") else "-",
         "goal": "{goal} {unit}", "result": _met,
     }  # fmt: skip
-    note = "Median of a whole call, with random weights of the published size. The goals are for an H200. "
-    return table(columns, _rows(stored), f"{note}The place of the steps does not change the time. {where}.")
+    note = (
+        "Median of a whole call, with random weights of the published size. The goals are for an H200. The times at "
+        f"which the steps lie do not change the duration of a call. {where}."
+    )
+    return table(columns, _rows(stored), note)

@@ -49,26 +49,37 @@ def replicas(result: Row) -> int:
     return len(result["devices"] or [None])
 
 
+def gpu_of(result: Row) -> str:
+    """The model of a run's GPUs."""
+    return result["hardware"]["gpu"].removeprefix("NVIDIA ")
+
+
+def by_gpus(results: Sequence[Row]) -> list[Row]:
+    """Runs in the order of policy, model of the GPUs, and their number."""
+    return sorted(results, key=lambda result: (result["policy"], gpu_of(result), replicas(result)))
+
+
 def server_gpus(results: Sequence[Row]) -> str:
-    """Servers on one GPU and on several, compared only where their machines have equally many cores."""
-    ordered = sorted(results, key=lambda result: (result["policy"], replicas(result)))
-    calls = [(result, row) for result in ordered for row in result["rows"]]
-    keys = [(result["policy"], result["hardware"]["cores"], row["clients"]) for result, row in calls]
+    """Servers on one GPU and on several, compared only where machines have the same model of GPU and equally many
+    cores."""
+    calls = [(result, row) for result in by_gpus(results) for row in result["rows"]]
+    keys = [(result["policy"], gpu_of(result), result["hardware"]["cores"], row["clients"]) for result, row in calls]
     alone = {k: row["per_second"] for k, (result, row) in zip(keys, calls, strict=True) if replicas(result) == 1}
     rows = [
         {
             **row,
             "policy": result["policy"],
+            "gpu": gpu_of(result),
             "gpus": replicas(result),
             "gain": row["per_second"] / alone[key] if key in alone else None,
         }
         for key, (result, row) in zip(keys, calls, strict=True)
     ]
-    where = machines((f"{r['policy']} on {replicas(r)}", r) for r in results)
+    where = machines((f"{r['policy']} on {replicas(r)} {gpu_of(r)}", r) for r in results)
     cores = " and ".join(dict.fromkeys(str(r["hardware"]["cores"]) for r in results))
     return blocks(
         table(
-            "policy = {policy} | GPUs = {gpus} | clients = {clients} | requests/s = {per_second:.0f} | "
+            "policy = {policy} | GPU = {gpu} | GPUs = {gpus} | clients = {clients} | requests/s = {per_second:.0f} | "
             "over one GPU = {gain:.2f}× | round trip = {round_trip_ms[p50]:.2f} | p99 = {round_trip_ms[p99]:.2f} | "
             "policy ms = {infer_ms[p50]:.2f}",
             rows,

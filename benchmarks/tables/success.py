@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -215,6 +216,19 @@ def _late_rate(row: Row | None) -> str:
 # -- tuning -------------------------------------------------------------------------------------------------------
 
 
+_RENAMED = {
+    r"it lost (\d+) and gained (\d+) of (\d+) pairs": r"\1 regressions and \2 improvements in \3 pairs",
+    r"fell the other way in at least (\S+) % of chunks, ": r"flipped in at least \1 % of chunks, at most ",
+}
+"""Patterns in stored searches, and the words that `vla-accel tune` writes in their place today."""
+
+
+def _renamed(text: str) -> str:
+    for old, new in _RENAMED.items():
+        text = re.sub(old, new, text)
+    return text
+
+
 def tune(result: Row | None) -> str:
     """Everything that a search tried, the fastest first."""
     if result is None:
@@ -225,7 +239,7 @@ def tune(result: Row | None) -> str:
         more = {
             "name": f"**{row['name']}**" if chosen else row["name"],
             "bound": played and f"above {100 * played['lower_bound']:+.1f} points",
-            "verdict": "chosen" if chosen else row["dropped"] or "the reference",
+            "verdict": "chosen" if chosen else _renamed(row["dropped"] or "the reference"),
         }
         rows.append({**row, **more})
     left_out = "; ".join(f"{name}: {why}" for name, why in result["left_out"].items())
@@ -234,8 +248,8 @@ def tune(result: Row | None) -> str:
         "regressions / improvements = {success[lost]} / {success[gained]} of {success[pairs]}, {bound} | "
         "verdict = {verdict}",
         rows,
-        f"**{result['chosen']}** is {result['times_as_fast']:.1f} times as fast as FP32 eager: {result['why']}. "
-        f"{machine(result)}; {result['seconds'] / 60:.0f} minutes; {command(result)}."
+        f"**{result['chosen']}** is {result['times_as_fast']:.1f} times as fast as FP32 eager: "
+        f"{_renamed(result['why'])}. {machine(result)}; {result['seconds'] / 60:.0f} minutes; {command(result)}."
         + (f" Not tried: {left_out}." if left_out else ""),
     )
     return blocks(tried, picture("Latency against disagreement with FP32 eager", TUNE_PICTURE))

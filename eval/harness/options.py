@@ -46,7 +46,7 @@ class Arguments:
     """Film every episode, with the images of the policy, into --video's folder or one named after the output, so that
     `eval.paired --report` can show failed episodes next to those of the reference."""
     report: OutputFile = None
-    """HTML file that opens offline: pictures, tables, films, conditions. With --quick one is made in any case."""
+    """HTML file that opens offline: pictures, tables, videos, conditions. With --quick one is made in any case."""
     view: ViewTarget = None
     """Show camera images, chunks, executed actions and latencies in rerun: "rerun" starts its viewer,
     "rerun://HOST:PORT" names one that runs, "rerun:FILE.rrd" records into a file. For one simulator in this process."""

@@ -119,11 +119,9 @@ def test_profiles_are_the_whole_range_or_those_requested(library: Library, expor
 
 
 @pytest.mark.parametrize(
-    "options",
-    [pytest.param({"weight_streaming": True}, marks=pytest.mark.slow), {"optimization_level": 1, "workspace_mb": 64}],
-    ids=str,
+    "options", [{"weight_streaming": True}, {"optimization_level": 1, "workspace_mb": 64}], ids=str
 )
-def test_options_reach_the_builder(library: Library, exported: Any, options: Any, monkeypatch: Any) -> None:
+def test_options_reach_the_builder(library: Library, tmp_path: Path, options: Any, monkeypatch: Any) -> None:
     seen: dict[str, Any] = {}
     real = tensorrt_builder._build
 
@@ -135,8 +133,9 @@ def test_options_reach_the_builder(library: Library, exported: Any, options: Any
         return real(builder, network, config, stop)
 
     monkeypatch.setattr(tensorrt_builder, "_build", spy)
-    component, graph = exported["vision"]
-    assert build(library, graph, component, options=options).size > 1e6
+    component = small()
+    graph = export(component, component.module, tmp_path, verify=False)
+    assert build(library, graph, component, options=options).size > 0
     assert {k: seen[k] for k in options} == options
     assert seen["weight_streaming"] == options.get("weight_streaming", False)
 

@@ -13,7 +13,7 @@ from eval.harness.rollout import EpisodeResult
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_count_keeps_its_place_whatever_is_told_beside_it(width: int) -> None:
+def test_the_count_keeps_its_place_whatever_the_message_next_to_it(width: int) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width)
     one = EpisodeResult(EpisodeKey(3, 0, 0), True, 63, None, 34.6, 13)

@@ -17,6 +17,7 @@ from benchmarks.tables.hardware import throughput as table
 from benchmarks.tables.server import server, server_gpus
 from eval import throughput
 from eval.throughput import Arguments, Case, Watch, command_line, figures
+from tests.support.reports import cells
 from vla_accel.cli.options import read
 from vla_accel.errors import ConfigError
 
@@ -82,29 +83,32 @@ def test_what_a_failed_run_said_is_in_its_row(tmp_path: Path, capsys: pytest.Cap
 CPU = {"cpu": "Some CPU", "threads": 1, "cores": 4}
 
 
-def bench(devices: list[str], rate: float) -> dict[str, Any]:
+def bench(devices: list[str], rate: float, gpu: str = "H200", cores: int = 4) -> dict[str, Any]:
     times = {"round_trip_ms": {"p50": 2.0, "p99": 3.0}, "infer_ms": {"p50": 1.0, "p99": 1.0}}
     return {
         "policy": "demo",
         "devices": devices,
-        "hardware": CPU,
+        "hardware": CPU | {"gpu": f"NVIDIA {gpu}", "cores": cores},
         "software": {"torch": "2"},
         "rows": [{"clients": clients, "per_second": rate * clients, **times} for clients in (1, 4)],
     }
 
 
-def test_two_gpus_stand_beside_one() -> None:
-    benches = [bench(["cuda:0", "cuda:1"], 190.0), bench(["cuda:0"], 100.0)]
-    lines = server_gpus(benches).splitlines()
-    assert lines[2].startswith("| demo | 1 | 1 | 100 | 1.00× |") and lines[5].startswith(
-        "| demo | 2 | 4 | 760 | 1.90× |"
-    )
-    elsewhere = bench(["cuda:0"], 50.0) | {"hardware": CPU | {"cores": 2}}
-    assert server_gpus([benches[0], elsewhere]).count("| - |") == 2, "a machine with other cores says nothing about it"
+def test_two_gpus_are_compared_with_one_of_their_model() -> None:
+    one, two = bench(["cuda:0"], 100.0), bench(["cuda:0", "cuda:1"], 190.0)
+    slower, alone = bench(["cuda:0", "cuda:1"], 90.0, "H100"), bench(["cuda:0"], 50.0, "H100")
+    lines = cells(server_gpus([two, slower, one, alone]))
+    assert [line[:6] for line in lines if line[3] == "4"] == [
+        ["demo", "H100", "1", "4", "200", "1.00×"], ["demo", "H100", "2", "4", "360", "1.80×"],
+        ["demo", "H200", "1", "4", "400", "1.00×"], ["demo", "H200", "2", "4", "760", "1.90×"],
+    ]  # fmt: skip
+    for elsewhere in (alone, bench(["cuda:0"], 50.0, cores=2)):
+        assert server_gpus([two, elsewhere]).count("| - |") == 2, "another machine says nothing about it"
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    (axes,) = pictures._server(benches).axes
-    assert [line.get_label() for line in axes.lines] == ["demo, 1 GPU", "demo, 2 GPUs"]
-    assert list(axes.lines[1].get_ydata()) == [190, 760] and axes.lines[0].get_color() != axes.lines[1].get_color()
+    (axes,) = pictures._server([two, slower, one, alone]).axes
+    labels = [line.get_label() for line in axes.lines]
+    assert labels == ["demo, 1 H100", "demo, 2 H100", "demo, 1 H200", "demo, 2 H200"]
+    assert list(axes.lines[3].get_ydata()) == [190, 760] and axes.lines[0].get_color() != axes.lines[1].get_color()
 
 
 def test_what_the_server_adds_is_judged_by_the_goal() -> None:

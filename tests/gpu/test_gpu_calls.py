@@ -165,7 +165,7 @@ def test_pixel_maps_follow_the_cameras_of_each_call(folder: Path) -> None:
 
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("kernels", ["auto", "triton"])
-def test_a_first_step_beside_the_prefix_changes_no_bit(
+def test_a_first_step_that_overlaps_the_prefix_changes_no_bit(
     kernels: Literal["auto", "triton"], graph: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor do calls in a row, whose steps would meet the next call's prefix."""

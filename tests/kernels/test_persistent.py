@@ -35,7 +35,7 @@ CASES = {
     "pi0": (PI0, 4),
     "pinned": (replace(DEMO, trained=True), 3),
     "pi0 pinned": (replace(PI0, trained=True, steps=1), 3),
-    "uneven steps": (replace(DEMO, setting="cubic"), 3),
+    "uneven steps": (replace(LOOPS["narrow"], steps=2, setting="cubic"), 3),
     "three sequences": (
         LoopCase(streamable("pi05", width=128, mlp=512, heads=4, horizon=4), batch=3, prefix_tokens=130, steps=1), 7,
     ),
@@ -49,7 +49,7 @@ CASES = {
     ),
     "narrow": (replace(LOOPS["narrow"], steps=2), 3),
 }  # fmt: skip
-QUICK = ("demo", "pi0")
+QUICK = ("demo", "pi0", "uneven steps")
 
 
 def gpu_of(blocks: int, shared: int = RTX_4090.shared_per_block) -> Gpu:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -104,12 +104,13 @@ def test_low_precision_weights_are_near(folder: Path) -> None:
         assert compare(low, exact, given()[:2], name=precision).actions.cosine > 0.99
 
 
-def test_calibrated_vision_and_prompt_are_near(folder: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_calibrated_vision_and_prompt_are_near(folder: Path, precision: Literal["fp8", "int8"]) -> None:
     """Scales are of every product, in the order of the blocks, also where features of several blocks are joined."""
     pytest.importorskip("modelopt", reason="NOT RUN: needs pip install 'vla_accel[onnx]'")
     exact = policy_of(folder)
     config = PolicyConfig(device="cpu", precision="bf16", strict=True).with_specs({
-        "vision": EngineSpec("native", precision="fp8"), "kv_cache": EngineSpec("native", precision="fp8"),
+        "vision": EngineSpec("native", precision=precision), "kv_cache": EngineSpec("native", precision=precision),
         "denoise": EngineSpec("native"),
     })  # fmt: skip
     low, _ = random_policy("molmoact2", config, model=policy_of(folder, precision="bf16").model)
@@ -117,10 +118,10 @@ def test_calibrated_vision_and_prompt_are_near(folder: Path) -> None:
     assert list(low.checkpoint.scales.amax) == calibrated_products(exact.model.config)
     seen = [bench_card(low.family).random_observation(low.processor, np.random.default_rng(i)) for i in range(2)]
     plain, _ = random_policy("molmoact2", PolicyConfig(device="cpu"), model=exact.model)
-    assert compare(low, plain, seen, name="fp8").actions.cosine > 0.99
+    assert compare(low, plain, seen, name=precision).actions.cosine > 0.99
     details = {e["component"]: str(e["detail"]) for e in low.ledger.as_list()}
-    assert details["kv_cache"].endswith("FP8: o_proj, gate_up_proj, down_proj")
-    assert details["vision"].endswith("FP8: qkv_proj, out_proj, fc1, fc2")
+    assert details["kv_cache"].endswith(f"{precision.upper()}: o_proj, gate_up_proj, down_proj")
+    assert details["vision"].endswith(f"{precision.upper()}: qkv_proj, out_proj, fc1, fc2")
 
 
 def test_placed_steps_are_another_flow(folder: Path) -> None:

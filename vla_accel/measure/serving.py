@@ -170,7 +170,7 @@ def served(
 
 
 def _serve(
-    told: Any,
+    pipe: Any,
     load_policy: Callable[[str | None], Any],
     devices: tuple[str, ...] | None,
     device: str | None,
@@ -181,9 +181,9 @@ def _serve(
             later = PolicyRegistry.single(lambda: load_policy(device))
             policy = later if devices is None else Replicas(load_policy, devices)
             with background(policy, ServerConfig(port=0, **limits)) as server:
-                told.send(server.address)
+                pipe.send(server.address)
                 with contextlib.suppress(EOFError):
-                    told.recv()
+                    pipe.recv()
         except Exception as error:
             ours = isinstance(error, VlaAccelError)
-            told.send(error if ours else EngineError(f"{type(error).__name__}: {error}"))
+            pipe.send(error if ours else EngineError(f"{type(error).__name__}: {error}"))

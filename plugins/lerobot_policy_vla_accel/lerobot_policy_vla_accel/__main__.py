@@ -72,7 +72,7 @@ def write(arguments: Arguments) -> None:
         device="cpu",
     )
     before, after = make_vla_accel_pre_post_processors(config)
-    # Whoever loads the folder has a device of his own.
+    # The program that loads the folder chooses the device.
     config.device = None
     arguments.folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder.parent, prefix=f".{arguments.folder.name}.") as temporary:
