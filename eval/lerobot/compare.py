@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from eval import paired
+from eval.harness.log import log_path
 from eval.harness.report import read_result
 from eval.script import run_script
 from vla_accel.cli.common import say
@@ -80,6 +81,8 @@ def play(chosen: Arguments, policy: str, starts: Path, trials: int, output: Path
     words = ["--policy", policy, "--suite", chosen.suite, "--tasks", str(chosen.task), "--trials", str(trials)]
     words += ["--starts", str(starts), "--replan", str(chosen.replan), "--workers", str(chosen.workers)]
     words += ["--device", chosen.device, "--retry-errors", "--output", str(output), *options]
+    if log_path(output).is_file():
+        output.unlink(missing_ok=True)  # a traceback, whose status is 1 too, must not leave an earlier result
     command = [sys.executable, "-m", "eval.libero", *words]
     status = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if status not in (0, 1):  # 1: some episodes ended in an error

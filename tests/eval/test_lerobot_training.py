@@ -144,16 +144,17 @@ def test_the_best_folder_is_chosen_and_of_equals_the_latest() -> None:
 
 
 class Evaluations:
-    """Stands in for `subprocess.run`: notes each command, writes its result, and returns a status."""
+    """Stands in for `subprocess.run`: notes each command and returns a status; with status 0 it writes a result."""
 
     def __init__(self, status: int = 0, seeds: Mapping[str, int] | None = None) -> None:
         self.status, self.seeds, self.words = status, seeds or {}, list[list[str]]()
 
     def __call__(self, words: list[str], **options: object) -> SimpleNamespace:
         self.words.append(words)
-        if self.status in (0, 1):
+        if self.status == 0:
             output = Path(words[words.index("--output") + 1])
             output.parent.mkdir(exist_ok=True)
+            output.with_suffix(".episodes.jsonl").touch()
             episodes = [
                 {"steps": 1, "task_id": 0, "trial": trial, "success": True, "error": None}
                 for trial in range(int(words[words.index("--trials") + 1]))
@@ -196,15 +197,22 @@ def test_a_comparison_plays_every_run_again_so_that_the_log_decides_what_is_miss
         assert [row["pairs"] for row in report["rows"]] == [3, 3] and "600 updates of 64" in report["note"]
 
 
-@pytest.mark.parametrize("status", [2, 130, -9])
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (1, r"000200\.json: expected a readable evaluation result, got: No such file"),  # a traceback
+        (2, r"python -m eval\.libero ended with status 2"),
+        (-9, r"python -m eval\.libero ended with status -9"),
+    ],
+)
 def test_a_comparison_ends_with_an_evaluation_that_cannot_play(
-    status: int, trained: Path, monkeypatch: pytest.MonkeyPatch
+    status: int, message: str, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare.subprocess, "run", Evaluations())
     chosen = compare.Arguments(trained, Path("selection"), Path("held_out"))
     compare.run(chosen)
     monkeypatch.setattr(compare.subprocess, "run", Evaluations(status))
-    with pytest.raises(ConfigError, match=rf"python -m eval\.libero ended with status {status}"):
+    with pytest.raises(ConfigError, match=message):
         compare.run(chosen)  # results of the first comparison are there
 
 
