@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from eval.harness.stress import IMAGES, LATENCY, Kind
 from vla_accel.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    import torch
 
 Observation = dict[str, Any]
 """The input of a policy: arrays by name, and `prompt`."""
@@ -97,6 +101,8 @@ class Benchmark:
         settings_for: returns the settings that a policy with this metadata requires, such as the size of its images.
         idle: returns the action that keeps the robot still in a tick for which no action has arrived, from the
             environment and its last action (action_dim,) or None. Without it there is no latency.
+        load_lerobot: loads the policy in a folder with lerobot's own code onto a device, or None. It reads the
+            observations of this benchmark, and has the interface of this package's policies.
     """
 
     name: str
@@ -116,6 +122,7 @@ class Benchmark:
     stresses: Mapping[str, Kind] = field(default_factory=dict)
     settings_for: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     idle: Callable[[Any, np.ndarray | None], np.ndarray] | None = None
+    load_lerobot: Callable[[Path, torch.device], Any] | None = None
 
     def settings_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """All settings of a run of a policy."""

@@ -119,7 +119,7 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
 def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] | None) -> PolicySource:
     if not arguments.expert:
         source = PolicySource.parse(
-            arguments.policy, config=arguments.config, device=arguments.device, chunking=arguments.chunking
+            arguments.policy, benchmark, config=arguments.config, device=arguments.device, chunking=arguments.chunking
         )
         if source.kind == "local" and arguments.ray is None:  # else it is on the nodes
             from vla_accel.cli.common import check_names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import json
 import logging
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,9 +20,12 @@ from eval.harness.rollout import Actor
 from eval.harness.stress import disturb
 from vla_accel.client import PolicyClient, check_address
 from vla_accel.errors import ConfigError, EngineError
-from vla_accel.files import content_hash
+from vla_accel.files import content_hash, user_path
 from vla_accel.remote.ensemble import TEMPORAL_ENSEMBLE, TemporalEnsemble
 from vla_accel.remote.metadata import WARM_START, ensemble_of, history_of, max_delay
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("vla_accel")
 
@@ -46,6 +48,7 @@ class PolicySource:
         config: of a local policy: what `OptimizedPolicy.from_pretrained` takes, or None for its default.
         chunking: `plain`; `rtc` for chunks that are guided by the rest of the last one; `warm` for chunks that start
             from it.
+        load_lerobot: of a `lerobot` policy: the benchmark's function that loads it.
     """
 
     kind: Literal["local", "lerobot", "remote", "expert"]
@@ -53,18 +56,25 @@ class PolicySource:
     config: str | None = None
     device: str = "auto"
     chunking: Chunking = "plain"
+    load_lerobot: Callable[[Path, torch.device], Any] | None = None
 
     @classmethod
-    def parse(cls, text: str, *, config: str | None, device: str, chunking: Chunking = "plain") -> PolicySource:
+    def parse(
+        cls, text: str, benchmark: Benchmark, *, config: str | None, device: str, chunking: Chunking = "plain"
+    ) -> PolicySource:
         """`ws://host:port`, `demo`, a checkpoint's path, or `lerobot:` and the path of a folder of lerobot's.
 
         Raises:
-            ConfigError: a malformed address, or a configuration for a policy that has its own.
+            ConfigError: a malformed address, a configuration for a policy that has its own, or lerobot's code where the
+                benchmark cannot load it.
         """
         if text.startswith(LEROBOT):
+            if benchmark.load_lerobot is None:
+                raise ConfigError(f"policy: {benchmark.name} runs no policies with lerobot's own code, got {text}")
             if config is not None or chunking != "plain":
                 raise ConfigError(f"policy: {text} runs as lerobot saved it; leave --config and --chunking out")
-            return cls("lerobot", text.removeprefix(LEROBOT), device=device)
+            folder = str(user_path(text.removeprefix(LEROBOT)))
+            return cls("lerobot", folder, device=device, load_lerobot=benchmark.load_lerobot)
         if "://" not in text:
             return cls("local", text, config, device, chunking)
         check_address(text)
@@ -88,9 +98,8 @@ class PolicySource:
         if self.kind == "lerobot":
             from vla_accel.machine import resolve_device
 
-            # By name: it knows a benchmark's observations, of which the harness knows none.
-            lerobot = importlib.import_module("eval.lerobot.policy")
-            return lerobot.LerobotPolicy(Path(self.where), resolve_device(self.device))
+            assert self.load_lerobot is not None
+            return self.load_lerobot(Path(self.where), resolve_device(self.device))
         from vla_accel.policy import OptimizedPolicy
 
         device = None if self.device == "auto" else self.device

@@ -272,7 +272,7 @@ def _worker_policies(pipe: Connection, setup: Setup, metadata: Mapping[str, Any]
             return unwrap(pipe.recv())
 
         return PolicyBySteps(SharedPolicy(ask, metadata))
-    if setup.source.kind == "local" and setup.threads is not None:
+    if setup.source.kind != "remote" and setup.threads is not None:
         import torch
 
         torch.set_num_threads(setup.threads)

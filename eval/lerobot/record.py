@@ -112,7 +112,7 @@ def play(indices: range, chosen: Arguments, starts: np.ndarray) -> int:
 
 
 def run(chosen: Arguments) -> None:
-    """Record and write. Raises ConfigError for a task without enough start states."""
+    """Record and write. Raises ConfigError for a task without enough start states, or a folder that has episodes."""
     path = chosen.states / chosen.suite / f"task_{chosen.task:02d}.npz"
     if not path.is_file():
         raise ConfigError(
@@ -122,6 +122,11 @@ def run(chosen: Arguments) -> None:
         starts = content["states"]
     if len(starts) < chosen.episodes:
         raise ConfigError(f"episodes: expected at most the {len(starts)} start states of {path}, got {chosen.episodes}")
+    if there := len(list(chosen.output.glob("episode_*.npz"))):
+        raise ConfigError(
+            f"output: expected a folder without episodes, got {there} in {chosen.output}: pass another folder, or "
+            "train on these (the files of an interrupted recording are whole)"
+        )
     chosen.output.mkdir(parents=True, exist_ok=True)
     parts = [range(first, chosen.episodes, chosen.workers) for first in range(chosen.workers)]
     with multiprocessing.get_context("spawn").Pool(chosen.workers) as pool:

@@ -20,14 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import math
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -39,13 +36,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from eval.libero.lerobot_policy import CAMERAS, lerobot_without_datasets
 from eval.script import run_script
 from vla_accel.cli.options import Count, Seed, Within, Written
 from vla_accel.errors import ConfigError
 
-CAMERAS = ("observation.images.image", "observation.images.image2")
-OPTIONAL = ("datasets", "pandas", "pyarrow", "av", "cv2", "jsonlines")
-"""Packages of lerobot's data sets on disk."""
 LEAST_DEVIATION = 0.02
 """Of an action's number, so that one which hardly ever moves is not scaled up."""
 READERS = 16
@@ -199,42 +194,6 @@ class Demonstrations(torch.utils.data.Dataset):
             shape = (3, 1, 1) if key in CAMERAS else (-1,)
             found[key] = {name: value.float().reshape(shape) for name, value in its.items()}
         return found
-
-
-class _Anything(types.ModuleType):
-    """A module with every name."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return mock.MagicMock(name=name)
-
-
-class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Empty modules for packages of `OPTIONAL` that are not installed."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.split(".")[0] in OPTIONAL:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def lerobot_without_datasets() -> Iterator[Any]:
-    """lerobot's module of the trainer, imported without the packages of data sets on disk."""
-    sys.meta_path.append(_Empty())
-    from lerobot.utils import import_utils
-
-    with mock.patch.object(import_utils, "require_package", lambda *_, **__: None):
-        from lerobot.scripts import lerobot_train
-
-        yield lerobot_train
 
 
 def new_config(chosen: Arguments, size: tuple[int, int]) -> Any:

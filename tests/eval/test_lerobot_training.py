@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.harness.policies import PolicySource
-from eval.lerobot import compare, record
+from eval.lerobot import compare, record, train
 from eval.lerobot.train import CAMERAS, LEAST_DEVIATION, Clock, Demonstrations, Enough
 from vla_accel.errors import ConfigError
 
@@ -142,8 +143,96 @@ def test_the_best_folder_is_chosen_and_of_equals_the_latest() -> None:
         compare.best({folders[0]: result(2, "Boom")})
 
 
-def test_lerobots_own_policy_takes_no_configuration() -> None:
-    source = PolicySource.parse("lerobot:some/folder", config=None, device="cpu")
-    assert (source.kind, source.where, source.device, source.name) == ("lerobot", "some/folder", "cpu", "folder")
-    with pytest.raises(ConfigError, match="leave --config and --chunking out"):
-        PolicySource.parse("lerobot:some/folder", config="native", device="cpu")
+class Evaluations:
+    """Stands in for `subprocess.run`: notes each command and returns a status; with status 0 it writes a result."""
+
+    def __init__(self, status: int = 0, seeds: Mapping[str, int] | None = None) -> None:
+        self.status, self.seeds, self.words = status, seeds or {}, list[list[str]]()
+
+    def __call__(self, words: list[str], **options: object) -> SimpleNamespace:
+        self.words.append(words)
+        if self.status == 0:
+            output = Path(words[words.index("--output") + 1])
+            output.parent.mkdir(exist_ok=True)
+            output.with_suffix(".episodes.jsonl").touch()
+            episodes = [
+                {"steps": 1, "task_id": 0, "trial": trial, "success": True, "error": None}
+                for trial in range(int(words[words.index("--trials") + 1]))
+            ]
+            protocol = {"suite": "libero_spatial", "tasks": [0], "steps": [1], "trials": len(episodes), "max_steps": 9}
+            content = {
+                "schema": "vla_accel.libero.result/1", "episodes": episodes,
+                "protocol": {**protocol, "seed": self.seeds.get(output.stem, 7)},
+                "policy": {"name": "policy", "sha256": "ab"}, "launches": [{"hardware": {}, "software": {}}],
+            }  # fmt: skip
+            output.write_text(json.dumps(content))
+        return SimpleNamespace(returncode=self.status)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A run of six saved folders."""
+    for step in range(100, 700, 100):
+        folder = tmp_path / "act" / "checkpoints" / f"{step:06d}" / "pretrained_model"
+        folder.mkdir(parents=True)
+        (folder / "train_config.json").write_text('{"batch_size": 64}')
+    return tmp_path / "act"
+
+
+def test_a_comparison_plays_every_run_again_so_that_the_log_decides_what_is_missing(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = compare.Arguments(trained, Path("selection"), Path("held_out"), trained / "paired.json", trials=3)
+    saves = train.Arguments(Path(), Path()).saves
+    for _ in range(2):
+        monkeypatch.setattr(compare.subprocess, "run", played := Evaluations())
+        compare.run(chosen)
+        policies = [words[words.index("--policy") + 1] for words in played.words]
+        selected = [Path(policy).parent.name for policy in policies[:-3]]
+        assert len(selected) == saves and selected[-1] == "000600", "as many as a training saves, the last ones"
+        best = str(trained / "checkpoints" / "000600" / "pretrained_model")
+        assert policies[-3:] == [f"lerobot:{best}", best, best]
+        assert all("--retry-errors" in words for words in played.words)
+        report = json.loads((trained / "paired.json").read_text())
+        assert [row["pairs"] for row in report["rows"]] == [3, 3] and "600 updates of 64" in report["note"]
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (1, r"000200\.json: expected a readable evaluation result, got: No such file"),  # a traceback
+        (2, r"python -m eval\.libero ended with status 2"),
+        (-9, r"python -m eval\.libero ended with status -9"),
+    ],
+)
+def test_a_comparison_ends_with_an_evaluation_that_cannot_play(
+    status: int, message: str, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare.subprocess, "run", Evaluations())
+    chosen = compare.Arguments(trained, Path("selection"), Path("held_out"))
+    compare.run(chosen)
+    monkeypatch.setattr(compare.subprocess, "run", Evaluations(status))
+    with pytest.raises(ConfigError, match=message):
+        compare.run(chosen)  # results of the first comparison are there
+
+
+def test_a_comparison_fails_if_its_runs_cannot_be_paired(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare.subprocess, "run", Evaluations(seeds={"native": 8}))
+    with pytest.raises(ConfigError, match="native: expected seed 7 as in lerobot, got 8"):
+        compare.run(compare.Arguments(trained, Path("selection"), Path("held_out")))
+
+
+def test_a_comparison_does_not_replace_its_own_runs(trained: Path) -> None:
+    output = trained / "episodes" / "native.json"
+    with pytest.raises(ConfigError, match="output: expected a file outside"):
+        compare.run(compare.Arguments(trained, Path("selection"), Path("held_out"), output))
+
+
+def test_a_folder_with_episodes_is_not_recorded_into(tmp_path: Path) -> None:
+    states, output = tmp_path / "states", tmp_path / "episodes"
+    (states / "libero_spatial").mkdir(parents=True)
+    np.savez(states / "libero_spatial" / "task_00.npz", states=np.zeros((2, 3)))
+    output.mkdir()
+    (output / "episode_00000_0.npz").touch()
+    with pytest.raises(ConfigError, match="output: expected a folder without episodes, got 1 in"):
+        record.run(record.Arguments(states, output, episodes=1))

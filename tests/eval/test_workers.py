@@ -10,10 +10,11 @@ import signal
 import struct
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 
 from eval.harness.cluster_actors import Replica
 from eval.harness.policies import PolicyBySteps, PolicySource
@@ -150,6 +151,20 @@ def test_a_replica_whose_policy_fails_for_all_answers_all_and_the_next_one() -> 
 
     (kind, why), (other, _) = asyncio.run(ask())
     assert (kind, why, other) == ("failed", "MemoryError: no room for 3 steps", "answer")
+
+
+@pytest.mark.parametrize("kind", ["local", "lerobot"])
+def test_a_worker_with_its_own_policy_uses_its_share_of_the_cores(
+    kind: Literal["local", "lerobot"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    limits: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", limits.append)
+    monkeypatch.setattr(PolicySource, "load", lambda self: FakePolicy())
+    _worker_policies(theirs, replace(SETUP, source=PolicySource(kind), threads=3), None)
+    assert limits == [3]
+    ours.close()
+    theirs.close()
 
 
 def test_a_worker_does_not_repeat_what_the_parent_said_when_it_loaded(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Folders that lerobot 0.6.1's own trainer saved (`eval.lerobot.train`), against its code (`eval.lerobot.policy`).
+"""Folders that lerobot 0.6.1's own trainer saved (`eval.lerobot.train`), against its code in `eval.libero`.
 
 Needs ``--groot-python`` with the packages of training (CONTRIBUTING); without it the tests are skipped with a message.
 """

@@ -5,7 +5,7 @@ Run it with an interpreter that has lerobot 0.6.1, torchvision, accelerate, diff
     python tests/references/make_trained_folders.py --out DIR
 
 For `act` and `diffusion` it writes ``DIR/POLICY/checkpoints/<step>/pretrained_model`` (`eval.lerobot.train`) and
-``DIR/POLICY/answers.npz``: two observations of LIBERO, ``noise``, and the robot's ``actions`` (`eval.lerobot.policy`).
+``DIR/POLICY/answers.npz``: two observations of LIBERO, ``noise``, and the robot's ``actions`` (`LerobotPolicy`).
 
 Everything is float32 on the CPU, with random demonstrations.
 """
@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from eval.lerobot import train
-from eval.lerobot.policy import LerobotPolicy
+from eval.libero.lerobot_policy import LerobotPolicy
 
 SIZE, STEPS = 64, 40
 HORIZON: dict[Literal["act", "diffusion"], int] = {"act": 20, "diffusion": 16}

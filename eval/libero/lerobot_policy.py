@@ -6,23 +6,79 @@ package's own policies read them, and so is the noise of Diffusion Policy, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
-from eval.lerobot.train import CAMERAS, lerobot_without_datasets
-from vla_accel.errors import CheckpointError, ConfigError
+from vla_accel.errors import CheckpointError, ConfigError, DependencyError
 from vla_accel.files import content_hash
 
+CAMERAS = ("observation.images.image", "observation.images.image2")
 KEYS = {
     "observation/image": CAMERAS[0],
     "observation/wrist_image": CAMERAS[1],
     "observation/state": "observation.state",
 }
+OPTIONAL = ("datasets", "pandas", "pyarrow", "av", "cv2", "jsonlines")
+"""Packages of lerobot's data sets on disk."""
+
+
+class _Anything(types.ModuleType):
+    """A module with every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return mock.MagicMock(name=name)
+
+
+class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Empty modules for packages of `OPTIONAL` that are not installed."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name.split(".")[0] in OPTIONAL:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Anything(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def lerobot_without_datasets() -> Iterator[Any]:
+    """Import lerobot's trainer module without the packages of data sets on disk, and yield it.
+
+    Raises DependencyError for an import that fails, also within the context.
+    """
+    sys.meta_path.append(_Empty())
+    try:
+        from lerobot.utils import import_utils
+
+        require = import_utils.require_package
+
+        def required(name: str, *rest: Any, **options: Any) -> None:
+            if name not in OPTIONAL:
+                require(name, *rest, **options)
+
+        with mock.patch.object(import_utils, "require_package", required):
+            from lerobot.scripts import lerobot_train
+
+            yield lerobot_train
+    except ImportError as error:
+        raise DependencyError(f"lerobot is not installed as docs/evaluation.md describes it ({error})") from error
 
 
 class LerobotPolicy:
@@ -32,10 +88,16 @@ class LerobotPolicy:
         folder: What lerobot's trainer saved (pretrained_model) of ACT or Diffusion Policy.
         device: Where it runs.
 
-    Raises CheckpointError for another kind of policy.
+    Raises:
+        CheckpointError: A file is missing, the policy is of another kind, or the comparison would be unfair: DDPM draws
+            noise of its own at each step, and temporal ensembling is not part of a predicted chunk.
+        DependencyError: lerobot or a package that it needs is not installed.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
+        for name in ("config.json", "model.safetensors"):
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{folder}: expected a policy that lerobot's trainer saved, found no {name}")
         with lerobot_without_datasets():
             from lerobot.configs.policies import PreTrainedConfig
             from lerobot.policies import factory
@@ -43,6 +105,16 @@ class LerobotPolicy:
             config = PreTrainedConfig.from_pretrained(folder)
             if config.type not in ("act", "diffusion"):
                 raise CheckpointError(f"{folder}: expected a policy of type act or diffusion, got {config.type}")
+            if config.type == "diffusion" and config.noise_scheduler_type != "DDIM":
+                raise CheckpointError(
+                    f"{folder}: noise_scheduler_type: expected DDIM, whose only noise is the evaluation's, "
+                    f"got {config.noise_scheduler_type}"
+                )
+            if config.type == "act" and config.temporal_ensemble_coeff is not None:
+                raise CheckpointError(
+                    f"{folder}: temporal_ensemble_coeff: expected none, because the evaluation executes chunks as they "
+                    f"were predicted, got {config.temporal_ensemble_coeff}"
+                )
             config.device = device.type
             kind = factory.get_policy_class(config.type)
             self.policy = kind.from_pretrained(folder, config=config).eval().to(device)
