@@ -69,8 +69,9 @@ class Component:
         quantised: which products each engine computes in FP8, by the name of the engine.
         fetch: reads the weights of `module` and returns them; None if they are in memory.
         products: the dtype of the module's large products, if it is not that of the first output.
-        seldom: whether the inputs, which come from the host, seldom change, such as an instruction's tokens. A call
-            with those of the call before may leave out a second component.
+        seldom: whether the inputs, which come from the host, seldom change, such as an instruction's tokens. If the
+            second component sets this, a call with unchanged inputs skips it and reuses its outputs. It must not be the
+            last component; `Pipeline` refuses it in any other place.
     """
 
     name: str

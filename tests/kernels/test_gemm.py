@@ -417,6 +417,8 @@ def test_operands_and_epilogues_that_do_not_fit_are_refused(recorder: Recorder) 
         ((x, weights, out[:, :64]), {}, "out .100, 64."),
         ((x[:, :60], Linear(weights.weight[:, :60]), out), {}, "16 bytes"),
         ((x, weights, out.t().contiguous().t()), {}, "contiguous"),
+        ((x[:1].expand(100, 192), weights, out), {}, "do not overlap"),
+        ((x.view(-1).as_strided((100, 192), (184, 1)), weights, out), {}, "do not overlap"),
         ((x, weights, misaligned(out)), {}, "aligned to 16 bytes"),
         ((misaligned(x), weights, out), {}, "aligned to 16 bytes"),
         ((x, weights, out), {"tile": HopperTile(1, 1, 1, 60, 4)}, "multiple of 8"),

@@ -279,6 +279,9 @@ def test_few_rows_write_moments_where_that_is_faster(best: str, monkeypatch: pyt
     written = made["o"].moments
     assert written is None if best == "computed" else written is not None and written.columns == 16
     assert made.detail.endswith(f"; moments {best}")
+    # Moments that do not fit are no choice.
+    made.few_rows_moments({"o": (sizes, lambda columns: None)}, lambda: seen.append(True))
+    assert len(seen) == 2
     # Products of other kernels have chosen already.
     made.product("o", GemmSizes(40, 128, 64), lambda: None, moments=moments_of_x)
     made.few_rows_moments({"o": (sizes, moments_of_x)}, lambda: seen.append(True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -294,6 +295,31 @@ def test_a_norm_without_a_kernel_is_an_error(on_h200: list[Any]) -> None:
     x, out = torch.zeros(8, 64, dtype=BF16), torch.zeros(8, 64, dtype=BF16)
     with steered("cuda"), pytest.raises(EngineError, match="no kernel adds 8 rows"):
         gemm(x, make_linear(torch.zeros(64, 64), None, BF16), out, Epilogue(residual=True, moments=Moments.like(out)))
+
+
+def test_moments_without_a_residual_are_written_or_refused(on_h200: list[Any]) -> None:
+    x, weights, out = draw(5, 32), make_linear(draw(128, 32, seed=1), None, torch.float32), torch.empty(5, 128)
+    moments = Moments.like(out)
+    gemm(x, weights, out, Epilogue(moments=moments))
+    torch.testing.assert_close(moments.sums.T, out.view(5, 2, 64).sum(2))
+    torch.testing.assert_close(moments.squares.T, out.view(5, 2, 64).square().sum(2))
+    narrow = replace(weights, weight=weights.weight.to(BF16))
+    with steered("cuda"), pytest.raises(EngineError, match="or writes their moments"):
+        gemm(x.to(BF16), narrow, out.to(BF16), Epilogue(moments=moments))
+
+
+def test_measured_calls_read_fewer_weights_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, clone, made = make_linear(draw(8, 16), None, BF16), Tensor.clone, list[Tensor]()
+
+    def short(tensor: Tensor) -> Tensor:
+        if len(made) == 2:
+            raise torch.OutOfMemoryError
+        made.append(clone(tensor))
+        return made[-1]
+
+    monkeypatch.setattr(Tensor, "clone", short)
+    layers = [layer.weight.data_ptr() for layer in itertools.islice(choice.in_turns(weights), 6)]
+    assert layers[:3] == layers[3:] == [weights.weight.data_ptr(), *(one.data_ptr() for one in made)]
 
 
 def test_measured_calls_read_other_weights_in_turns(on_h200: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import contextlib
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.agreement import rms
+from tests.support.runtimes import pinned, steered
 from vla_accel.errors import ConfigError
+from vla_accel.kernels.image import convolution
+from vla_accel.kernels.image.convolution import LIBRARY, ConvPlan, ConvTile
+from vla_accel.nn import resnet
 from vla_accel.nn.network import Network
-from vla_accel.nn.resnet import NativeResNet, ResNet, ResNetConfig, ResNetWeights, feature_size
+from vla_accel.nn.resnet import NativeResNet, ResNet, ResNetConfig, ResNetWeights, convolutions_by, feature_size
 
 PARTS = ("running_mean", "running_var", "weight", "bias")
 
@@ -72,13 +77,13 @@ def expected(weights: dict[str, Tensor], config: ResNetConfig, x: Tensor) -> Ten
 
 def in_fused_operations(model: Backbone, images: Tensor) -> Tensor:
     """The feature map of normalised images (B, 3, H, W)."""
-    resnet = NativeResNet(
+    native = NativeResNet(
         ResNetWeights.of(model, "vision", model.config, model.dtype),
         (len(images), 1),
         (images.shape[2], images.shape[3]),
     )
-    resnet.see(images.permute(0, 2, 3, 1)[:, None], torch.tensor([[[1.0] * 3, [0.0] * 3]]))
-    return resnet().permute(0, 3, 1, 2)
+    native.see(images.permute(0, 2, 3, 1)[:, None], torch.tensor([[[1.0] * 3, [0.0] * 3]]))
+    return native().permute(0, 3, 1, 2)
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
@@ -102,6 +107,35 @@ def test_bf16_rounds_products_and_keeps_the_norms(norm: Literal["batch", "group"
     for got in (low.vision(images.bfloat16()), in_fused_operations(low, images)):
         assert got.dtype == torch.bfloat16
         assert 1e-4 < rms(got.float() - want) / rms(want) < 0.03
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_every_convolution_of_the_library_repeats_in_a_deterministic_runtime(
+    fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen, conv = backbone(ResNetConfig()), list[tuple[bool, bool]](), convolution.conv
+
+    def recorded(*arguments: Any) -> Tensor:
+        seen.append((torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic))
+        return conv(*arguments)
+
+    monkeypatch.setattr(convolution, "conv", recorded)
+    with pinned() if fixed else contextlib.nullcontext():
+        in_fused_operations(model, torch.zeros(1, 3, 32, 32))
+    assert seen == [(not fixed, fixed)] * 20
+
+
+@pytest.mark.parametrize(("kind", "stem"), [(torch.float32, "the library"), (torch.float16, "Triton")])
+def test_the_ledger_counts_the_convolutions_of_all_resnets(
+    kind: torch.dtype, stem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = iter([ConvPlan(ConvTile(64, 64, 2)), *[LIBRARY] * 37])
+    monkeypatch.setattr(resnet, "plan_convolution", lambda *_, **__: next(plans))
+    weights = ResNetWeights.of(backbone(ResNetConfig()), "vision", ResNetConfig(), kind)
+    made = [NativeResNet(weights, (1, 1), (32, 32)) for _ in range(2)]
+    assert convolutions_by(made).startswith("stem by the library; 1 of 38 ")
+    with steered("triton"):
+        assert convolutions_by(made).startswith(f"stem by {stem}; ")
 
 
 def test_an_unknown_backbone_lists_those_that_exist() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 from tests.support.lerobot_saved import configure, edit
 from tests.support.tiny_multi_task_dit import CAMERAS, TASKS, observation, tiny_model, tokenizer_content, write_lerobot
 from vla_accel import OptimizedPolicy, PolicyConfig
-from vla_accel.errors import CheckpointError, ConfigError, ObservationError
+from vla_accel.component import Component
+from vla_accel.errors import CheckpointError, ConfigError, EngineError, ObservationError
 from vla_accel.families.diffusion_policy.scheduler import NoiseScheduler, Step
 from vla_accel.families.loading import load
+from vla_accel.families.multi_task_dit.family import MULTI_TASK_DIT
 from vla_accel.measure.flow import exact_policy
 from vla_accel.nn.clip import ClipVisionConfig
 
@@ -90,6 +93,28 @@ def test_an_instruction_is_encoded_when_it_changes(
         policy.infer(given, noise=noise)
     np.testing.assert_array_equal(policy.infer(given, noise=noise)["actions"], want)
     assert len(runs) == 4
+
+
+@pytest.mark.parametrize(
+    ("order", "name", "message"),
+    [
+        (("vision", "kv_cache", "denoise"), "vision", ".* the second of at least three, got component 1 of 3"),
+        (("vision", "kv_cache", "denoise"), "denoise", ".* the second of at least three, got component 3 of 3"),
+        (("vision", "denoise", "kv_cache"), "denoise", "expected inputs from the host, .* got noise, features"),
+    ],
+)
+def test_a_component_that_no_call_can_leave_out_is_refused(
+    order: tuple[str, ...], name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, components = type(MULTI_TASK_DIT), type(MULTI_TASK_DIT).components
+
+    def changed(*arguments: Any, **more: Any) -> list[Component]:
+        parts = {part.name: replace(part, seldom=part.name == name) for part in components(*arguments, **more)}
+        return [parts[part] for part in order]
+
+    monkeypatch.setattr(family, "components", changed)
+    with pytest.raises(EngineError, match=f"^{name}: {message}"):
+        policy_of(tmp_path).infer(observation(0, 2))
 
 
 def test_what_a_setting_says_changes_the_actions(tmp_path: Path) -> None:

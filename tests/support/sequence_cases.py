@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import FlashTile, NormedTile
 from vla_accel.kernels.attention.maps import Windows
 from vla_accel.kernels.attention.normed import HeadsNorm, Keys
-from vla_accel.kernels.gemm.config import Pipelined
+from vla_accel.kernels.gemm.config import GemmConfig, Pipelined, Skinny
 from vla_accel.kernels.gemm.epilogue import Epilogue, Norm
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance
@@ -97,15 +98,18 @@ def _gelu(rows: int, width: int) -> Callable:
     return call
 
 
-def _product(rows: int, n: int, k: int, what: str, config: Pipelined | None = None) -> Callable:
+def _product(rows: int, n: int, k: int, what: str, config: GemmConfig | None = None) -> Callable:
     """`what`: letters of norm, quadratic mean alone, scale, gelu, relu, 8-bit (FP8) or integers; moments that come with
-    the rows."""
+    the rows; constant rows, whose variance rounds to less than zero, times weights of zero."""
 
     def call(draw: Draw) -> Call:
         layer, scale = draw.linear(n, k, weights=eight_bit(what)), draw.wide(k, scale=0.3) if "s" in what else None
+        if "c" in what:
+            layer = replace(layer, weight=torch.zeros_like(layer.weight))
         stored = layer.true_weight(torch.float32)
         sums = (stored if scale is None else stored * (1.0 + scale)).sum(1)
         x, shift = draw(rows, k) + 0.5, draw.wide(n)
+        x = 100.0 * x[:, :1].expand(rows, k).contiguous() if "c" in what else x
         activation = Activation.GELU if "g" in what else Activation.RELU if "r" in what else Activation.NONE
         moments = moments_of(x, scale, 32) if "m" in what else None
         arguments = {
@@ -281,6 +285,9 @@ def _cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
     first = Pipelined(16, 64, 64, stages=2, weights_first=True)
     for what in ("ns", "nmi"):
         yield f"product 41x72x132 {what} {first}", _product(41, 132, 72, what, first)
+    for config in (Skinny(16, 1, 64, 16, 0), Pipelined(16, 16, 32)):
+        for what in ("nc", "nmc"):
+            yield f"product 16x72x24 {what} {config}", _product(16, 24, 72, what, config)
     for rows, width, scaled in ((5, 33, False), (41, 48, True)):
         yield f"measure {rows}x{width} scaled={scaled}", _measured(rows, width, scaled)
     for what in ("f", "", "l", "p", "gr", "fgr", "gl"):

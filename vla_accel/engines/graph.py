@@ -56,8 +56,8 @@ class Captured:
     """The graphs of a call and the events before the first engine and after each.
 
     `first`: the upload and the first engine, if they have a graph of their own; `seldom`: the second engine, if its
-    inputs seldom change; `starts`: the events before an engine that does not follow another one in its graph, by its
-    place; `turning`: the last engine's turns.
+    inputs seldom change; `starts`: start events of engines that come first in their graph, by index; `turning`: the
+    last engine's turns.
     """
 
     graph: Graph

@@ -11,6 +11,7 @@ from vla_accel.fp8 import E4M3, INT8
 from vla_accel.kernels.activation import Activation
 
 FP8_MAX, INT8_MAX = constexpr(E4M3.largest), constexpr(INT8.largest)
+LOG2E = constexpr(1.4426950408889634)
 
 
 @triton.jit

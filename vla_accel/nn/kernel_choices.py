@@ -99,7 +99,8 @@ class KernelChoices:
             choice = self[kind]
             if isinstance(choice.config, Skinny):
                 made = moments(gemm_config.moments_columns(sizes, choice.config))
-                plain[kind], written[kind] = choice, replace(choice, moments=made)
+                if made is not None:
+                    plain[kind], written[kind] = choice, replace(choice, moments=made)
         if not plain:
             return
         ways = {"computed": plain, "written": written}
@@ -123,12 +124,12 @@ class KernelChoices:
 
     def crossing(self, kind: str, sizes: CrossShape, run: Callable[[], object]) -> None:
         """Choose the config of `cross_attention`. `run`: as of `product`."""
-        choices = [Choice(config) for config in attention_config.cross_tiles(current(self.device).gpu, sizes)]
-        self._choose(kind, str(sizes), choices, run, 1)
+        self.config(kind, sizes, attention_config.cross_tiles(current(self.device).gpu, sizes), run)
 
-    def way(self, kind: str, sizes: object, choices: Sequence[Choice], run: Callable[[], object]) -> None:
-        """Choose how several ops of a layer run, for example as one kernel or apart. `run`: as of `product`."""
-        self._choose(kind, str(sizes), choices, run, 1)
+    def config(self, kind: str, sizes: object, configs: Sequence[Any], run: Callable[[], object]) -> None:
+        """Choose one of `configs` for an op that needs no workspace, such as `normed_attention`. `run`: as of
+        `product`."""
+        self._choose(kind, str(sizes), [Choice(config) for config in configs], run, 1)
 
     def _choose(self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int) -> Any:
         by_config = {choice.config: choice for choice in choices}

@@ -98,6 +98,7 @@ class StageProgram:
         self.rows = images * height * width
         self.hidden = self.x.new_empty(self.rows * max(3, config.expansion) * stage.width)
         self.windows = Windows(height, width, config.window)
+        self.pixels, self.places = self.windows.pixels(device), self.windows.places(device)
         self.attention = self._choose_attention(attention)
         attending, mlp = weights.halves[:2]
         products = {
@@ -167,7 +168,7 @@ class StageProgram:
         assert product.bias is not None
         if self.attention.backend == "own":
             return window_attention(qkv, product.bias, out, self.windows, stage.heads)
-        q, k, v = windowed(qkv, product.bias, self.windows, stage.heads)
+        q, k, v = windowed(qkv, product.bias, self.pixels, stage.heads)
         context = q.new_empty(*q.shape[:2], stage.width)
         attend(self.attention.backend, q, k, v, context, None, tile=self.attention.tile)
-        out.copy_(unwindowed(context, self.windows, self.images))
+        out.copy_(unwindowed(context, self.places, self.images))

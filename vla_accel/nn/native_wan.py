@@ -26,7 +26,7 @@ from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.loop.tables import LayerTables
 from vla_accel.kernels.rows.flow import ActionInput, EulerStep, Guidance, flow_step
 from vla_accel.kernels.rows.rows import NormedHeads, norm_heads
-from vla_accel.nn.kernel_choices import Choice, KernelChoices
+from vla_accel.nn.kernel_choices import KernelChoices
 from vla_accel.nn.loop import Inputs, LayerLoop, LayerProduct
 from vla_accel.nn.network import Network
 from vla_accel.nn.overlap import Overlap
@@ -205,7 +205,8 @@ class WanLoop(LayerLoop):
 
     @abstractmethod
     def around(self, index: int, inputs: Inputs) -> tuple[Keys | None, Keys | None]:
-        """The keys that a layer's rows attend to besides their own, and where these go, (B, T, heads, d)."""
+        """Return the keys of the prefix (or None) and the cache that receives this layer's keys and values (or None),
+        (B, T, heads, d)."""
 
     # -- a layer --------------------------------------------------------------------------------------------------
 
@@ -233,8 +234,8 @@ class WanLoop(LayerLoop):
             ("text", self._look_at_text, False, inputs["text_keys"].shape[2]),
         ):
             shape = NormedShape(self.batch, tokens, keys, config.heads, config.head_dim, size, own)
-            choices = [Choice(tile) for tile in normed_tiles(current(self.x).gpu, shape)]
-            self.choices.way(name, shape, choices, lambda run=run: [run(i, inputs) for i in range(self.depth)])
+            tiles = normed_tiles(current(self.x).gpu, shape)
+            self.choices.config(name, shape, tiles, lambda run=run: [run(i, inputs) for i in range(self.depth)])
 
     def _attend(self, step: int, index: int, inputs: Inputs) -> None:
         self._qkv(step, index, inputs)

@@ -25,6 +25,7 @@ from vla_accel.kernels.image.convolution import (
     convolve_pixels,
     pack_stem,
     plan_convolution,
+    stem_in_triton,
 )
 from vla_accel.kernels.image.ops import GroupNorm, Sum
 from vla_accel.kernels.image.pool import max_pool
@@ -292,12 +293,6 @@ class NativeResNet:
             found, shape = block.plan(shape)
             self.plans += found
 
-    @property
-    def detail(self) -> str:
-        """What runs the convolutions, for the ledger."""
-        own = sum(plan.tile is not None for plan in self.plans)
-        return f"{own} of {len(self.plans)} convolutions in Triton, the others the library's"
-
     def see(self, images: Tensor, scales: Tensor, view: slice = slice(None)) -> None:
         """Convolve pixels: `images` (B, V, H, W, 3) and `scales` (V, 2, 3), as `convolve_pixels`, of some views."""
         convolve_pixels(self.weights.stem.weight, images, scales, self.value[:, view])
@@ -314,6 +309,14 @@ class NativeResNet:
         for block in self.weights.blocks:
             x = block(x, plans)
         return x
+
+
+def convolutions_by(resnets: Sequence[NativeResNet]) -> str:
+    """Describe for the ledger which kernels run the convolutions of a program's ResNets."""
+    plans = [plan for resnet in resnets for plan in resnet.plans]
+    own = sum(plan.tile is not None for plan in plans)
+    stem = "Triton" if stem_in_triton(resnets[0].weights.stem.weight) else "the library"
+    return f"stem by {stem}; {own} of {len(plans)} other convolutions by Triton, the rest by the library"
 
 
 def _laid_out(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vla_accel.component import Component
 from vla_accel.config import PolicyConfig
 from vla_accel.engines import Engine, build
 from vla_accel.engines.auto import Choice
@@ -103,6 +104,7 @@ class Pipeline:
             engine = build(part, choice.spec, device=plan.device, ledger=plan.ledger, why=choice.why)
             self.engines.append((part.name, engine))
         self._stage()
+        self._check_seldom(parts)
         self._bind()
         engines = [engine for _, engine in self.engines]
         self._seldom = [*engines[SELDOM].inputs] if leaves_out(engines) else []
@@ -187,6 +189,21 @@ class Pipeline:
         fed = {name: rows for name, rows in self._slots.items() if name not in self._guidance}
         self._first = {name: rows for name, rows in fed.items() if name in first}
         self._rest = {name: rows for name, rows in fed.items() if name not in first}
+
+    def _check_seldom(self, parts: Sequence[Component]) -> None:
+        """Raise EngineError for a component with `seldom` set that no call can leave out."""
+        for index, part in enumerate(parts):
+            if not part.seldom:
+                continue
+            if index != SELDOM or index == len(parts) - 1:
+                raise EngineError(
+                    f"{part.name}: expected a component whose inputs seldom change to be the second of at least three, "
+                    f"got component {index + 1} of {len(parts)}"
+                )
+            if others := [spec.name for spec in part.inputs if spec.name not in self._host]:
+                raise EngineError(
+                    f"{part.name}: expected inputs from the host, because they seldom change, got {', '.join(others)}"
+                )
 
     def _bind(self) -> None:
         """Bind every engine input to the output or the staged input of its name."""

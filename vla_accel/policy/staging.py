@@ -27,8 +27,8 @@ def upload(on_device: Tensor, on_host: Tensor) -> None:
 def fill(
     name: str, slots: Sequence[np.ndarray], rows: Rows, pieces: Sequence[tuple[Tensor, Tensor]] = ()
 ) -> None:  # fmt: skip
-    """Copy rows into their slots; what a row leaves of its slot along the first axis becomes zero. `pieces`: where a
-    row is uploaded from its slot at once."""
+    """Copy rows into their slots; the rest of the slot along the first axis is filled with zeros. `pieces`: where a row
+    is uploaded from its slot at once."""
     if len(rows) != len(slots):
         raise EngineError(f"{name}: expected {len(slots)} rows, got {len(rows)}")
     for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):

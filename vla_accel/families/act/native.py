@@ -28,7 +28,7 @@ from vla_accel.kernels.gemm.epilogue import Epilogue
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.rows.rows import post_norm, project_normed
-from vla_accel.nn.resnet import NativeResNet, ResNetWeights
+from vla_accel.nn.resnet import NativeResNet, ResNetWeights, convolutions_by
 from vla_accel.nn.store import NativeStore
 from vla_accel.nn.weights import Affine, compute_dtype, fold
 from vla_accel.runtime import current
@@ -90,7 +90,7 @@ class NativeVision:
         self.resnets = [NativeResNet(weights.resnet, (batch, len(group)), sizes[group[0]]) for group in self.groups]
         dtype = weights.projection.weight.dtype
         self.chain = Chain(current(weights.scales.device).gpu)
-        self.detail = f"fused ops, {dtype}, folded norms, {self.resnets[0].detail}"
+        self.detail = f"fused ops, {dtype}, folded norms, {convolutions_by(self.resnets)}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         with self.chain:

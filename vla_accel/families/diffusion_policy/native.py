@@ -40,7 +40,7 @@ from vla_accel.kernels.gemm.weights import Linear, make_linear
 from vla_accel.kernels.image.ops import GroupNorm
 from vla_accel.kernels.persistent import NotResident
 from vla_accel.nn.kernel_choices import Choice, KernelChoices
-from vla_accel.nn.resnet import NativeResNet, ResNetWeights
+from vla_accel.nn.resnet import NativeResNet, ResNetWeights, convolutions_by
 from vla_accel.nn.store import NativeStore
 from vla_accel.nn.weights import compute_dtype, plain_input, weights_in
 from vla_accel.numeric import round_up
@@ -130,7 +130,7 @@ class NativeEncoder:
         own = [scales[view].contiguous() for view in views]
         self.encoders = list(zip(views, own, self.resnets, weights.heads, strict=True))
         self.chain = Chain(current(weights.places.device).gpu)
-        self.detail = f"fused ops, {self.resnets[0].value.dtype}, {self.resnets[0].detail}"
+        self.detail = f"fused ops, {self.resnets[0].value.dtype}, {convolutions_by(self.resnets)}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         config, images = self.config, inputs["images"].permute(0, 1, 4, 2, 3)

@@ -52,20 +52,22 @@ class Windows:
 
 def by_window(qkv: Tensor, padding: Tensor, windows: Windows, heads: int) -> Tensor:
     """Attention within each window, whose padding is not masked. `padding` (3 W,): its queries, keys and values."""
-    attended = reference.attention(*windowed(qkv, padding, windows, heads), None)
-    return unwindowed(attended.flatten(2), windows, len(qkv))
+    attended = reference.attention(*windowed(qkv, padding, windows.pixels(qkv.device), heads), None)
+    return unwindowed(attended.flatten(2), windows.places(qkv.device), len(qkv))
 
 
-def windowed(qkv: Tensor, padding: Tensor, windows: Windows, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values in order of windows, (N * windows, side * side, heads, d) each."""
+def windowed(qkv: Tensor, padding: Tensor, pixels: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values in order of windows, (N * windows, side * side, heads, d) each. `pixels`: as
+    returned by `Windows.pixels`."""
     padded = torch.cat((qkv, padding.to(qkv.dtype).expand(len(qkv), 1, -1)), 1)
-    q, k, v = padded[:, windows.pixels(qkv.device)].flatten(0, 1).unflatten(-1, (3, heads, -1)).unbind(2)
+    q, k, v = padded[:, pixels].flatten(0, 1).unflatten(-1, (3, heads, -1)).unbind(2)
     return q, k, v
 
 
-def unwindowed(rows: Tensor, windows: Windows, images: int) -> Tensor:
-    """Return rows (N * windows, side * side, W) in order of pixels, without padding."""
-    return rows.reshape(images, -1, rows.shape[2])[:, windows.places(rows.device)]
+def unwindowed(rows: Tensor, places: Tensor, images: int) -> Tensor:
+    """Return rows (N * windows, side * side, W) in order of pixels, without padding. `places`: as returned by
+    `Windows.places`."""
+    return rows.reshape(images, -1, rows.shape[2])[:, places]
 
 
 def by_channel(qkv: Tensor, groups: int) -> Tensor:

@@ -17,11 +17,9 @@ from vla_accel.kernels.attention.ops import Tensors
 from vla_accel.kernels.attention.suffix import AttentionWorkspace, Prefix
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.epilogue import Heads
-from vla_accel.kernels.triton_common import softmax_step, store_rounded, wait_for_previous
+from vla_accel.kernels.triton_common import LOG2E, softmax_step, store_rounded, wait_for_previous
 from vla_accel.numeric import power_of_two
 from vla_accel.runtime import current
-
-LOG2E = constexpr(1.4426950408889634)
 
 
 class HeadShape(NamedTuple):
@@ -176,7 +174,7 @@ def _launch(
 
 
 @triton.jit
-def attend_once(q, k, v, seen, real, scale):
+def _attend_once(q, k, v, seen, real, scale):
     """Attention of queries (M, D) to one tile of keys (D, N) and values (N, D), of which they see `seen` (M, N).
 
     Returns the sums (M, D), the largest score and the sum of weights of each row. `real` (N,): keys whose values count:
@@ -293,7 +291,7 @@ def _suffix_attention(
             v = tl.load(suffix_values + place[:, None] + d[None, :], mask=real_key[:, None] & in_d[None, :], other=0.0)
             seen = _seen(token, key, tokens, MASK)
         q = _queries(q_ptr + query, kept, eps, H)
-        part, best, total = attend_once(q, k, v, seen, real_key, scale)
+        part, best, total = _attend_once(q, k, v, seen, real_key, scale)
     else:
         wait_for_previous(PDL)
         q = _queries(q_ptr + query, kept, eps, H)

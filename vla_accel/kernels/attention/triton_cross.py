@@ -15,7 +15,6 @@ from triton.language import constexpr
 
 from vla_accel.kernels.attention.config import CrossTile
 from vla_accel.kernels.attention.suffix import Prefix
-from vla_accel.kernels.attention.triton_attention import LOG2E
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.config import Pipelined
 from vla_accel.kernels.gemm.epilogue import Norm
@@ -23,6 +22,7 @@ from vla_accel.kernels.gemm.triton_epilogues import EpilogueArguments, ProductSh
 from vla_accel.kernels.gemm.triton_pipelined import normed_pair
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.triton_common import (
+    LOG2E,
     can_fetch_ahead,
     fetch_ahead,
     scale_of_sums,

@@ -7,9 +7,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from vla_accel.kernels.attention.triton_attention import LOG2E
 from vla_accel.kernels.chain import launch
-from vla_accel.kernels.triton_common import wait_for_previous
+from vla_accel.kernels.triton_common import LOG2E, wait_for_previous
 from vla_accel.numeric import power_of_two
 
 

@@ -11,10 +11,9 @@ from triton.language import constexpr
 
 from vla_accel.kernels.attention.maps import Windows
 from vla_accel.kernels.chain import launch
-from vla_accel.kernels.triton_common import softmax_step, wait_for_previous
+from vla_accel.kernels.triton_common import LOG2E, softmax_step, wait_for_previous
 from vla_accel.numeric import power_of_two
 
-LOG2E = 1.4426950408889634
 _SHARED_PIXELS = 1024
 """Pixels from which on several programs write the output of a group of channels."""
 
@@ -82,7 +81,7 @@ def window_attention(qkv: Tensor, padding: Tensor, out: Tensor, windows: Windows
     dim = columns // heads
     shape = WindowShape(columns, dim, max(16, power_of_two(dim)), side, windows.across, count)
     grid = (triton.cdiv(side * side, shape.queries), heads, len(qkv) * count)
-    sizes = (windows.height, windows.width, dim**-0.5 * LOG2E)
+    sizes = (windows.height, windows.width, dim**-0.5 * LOG2E.value)
     launch(_window_attention, grid, qkv, padding, out, *sizes, shape, num_warps=4, num_stages=3)
 
 
@@ -134,4 +133,4 @@ def channel_attention(qkv: Tensor, out: Tensor, groups: int) -> None:
     written = triton.cdiv(triton.cdiv(pixels, tile), parts)
     shape = ChannelShape(pixels, columns, dim, max(16, power_of_two(dim)), tile, written)
     grid = (groups, images, triton.cdiv(pixels, tile * written))
-    launch(_channel_attention, grid, qkv, out, pixels**-0.5 * LOG2E, shape, num_warps=4, num_stages=3)
+    launch(_channel_attention, grid, qkv, out, pixels**-0.5 * LOG2E.value, shape, num_warps=4, num_stages=3)

@@ -15,10 +15,9 @@ from triton.language import constexpr
 
 from vla_accel.kernels.attention.config import NormedShape, NormedTile, normed_tiles
 from vla_accel.kernels.attention.normed import HeadsNorm, Keys
-from vla_accel.kernels.attention.triton_attention import LOG2E
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.gemm.moments import Moments
-from vla_accel.kernels.triton_common import softmax_step, wait_for_previous
+from vla_accel.kernels.triton_common import LOG2E, softmax_step, wait_for_previous
 from vla_accel.numeric import power_of_two
 from vla_accel.runtime import current
 

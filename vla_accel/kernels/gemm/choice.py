@@ -10,6 +10,7 @@ both together, because it saves a kernel between them. The table's configs were 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -88,9 +89,12 @@ def trial(weights: Linear, activation: Activation, rows: int, gpu: Gpu) -> Calla
 
 def in_turns(weights: Linear) -> Iterator[Linear]:
     """Return copies of a product in turns, as many as a cache does not hold: a program runs one layer after another, so
-    its weights come from memory."""
-    copies = range(1, min(CALLS, -(-_CACHED // max(weights.bytes, 1))))
-    yield from itertools.cycle([weights, *(replace(weights, weight=weights.weight.clone()) for _ in copies)])
+    its weights come from memory. If memory is short, there are fewer copies."""
+    copies = [weights]
+    with contextlib.suppress(torch.OutOfMemoryError):
+        for _ in range(1, min(CALLS, -(-_CACHED // max(weights.bytes, 1)))):
+            copies.append(replace(weights, weight=weights.weight.clone()))
+    return itertools.cycle(copies)
 
 
 def has_hopper_gemm(rows: int, weights: Linear, activation: Activation, *, inside: bool = False) -> bool:

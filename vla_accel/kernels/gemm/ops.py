@@ -157,20 +157,26 @@ def _needs_triton(epilogue: Epilogue, norm: Norm | None) -> bool:
     return alone or normed or any(p is not None for p in (e.shift, e.rope, e.gate, e.pinned)) or e.skip_every > 0
 
 
+def _is_fused(epilogue: Epilogue, norm: Norm | None) -> bool:
+    """Return whether a product norms its input, adds to the residual or writes moments, which cuBLAS cannot."""
+    return norm is not None or epilogue.residual or epilogue.moments is not None
+
+
 def _hopper_or_library(
     x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogue, norm: Norm | None, workspace: Workspace | None
 ) -> None:
-    """Launch the faster of the Hopper GEMM and cuBLAS; with a norm or a residual the Hopper GEMM."""
+    """Launch the faster of the Hopper GEMM and cuBLAS; with a norm, a residual or moments the Hopper GEMM."""
     from vla_accel.kernels.gemm import hopper
 
-    gpu, activation, fused = current(x).gpu, epilogue.activation, norm is not None or epilogue.residual
+    gpu, activation, fused = current(x).gpu, epilogue.activation, _is_fused(epilogue, norm)
     if path(x) == "cuda" and gpu is not None and (weights.paired or not activation.gated):
         tile = known(x.device, x.dtype, activation, len(x), *weights.weight.shape, inside=fused)
         if tile is not None and hopper.why_not(gpu, x, weights, out, epilogue) is None:
             return hopper.gemm(x, weights, out, epilogue, norm, tile, gpu)
     if fused:
         raise EngineError(
-            f"gemm: no kernel adds {len(x)} rows by a weight {tuple(weights.weight.shape)} to a residual, or norms them"
+            f"gemm: no kernel adds {len(x)} rows by a weight {tuple(weights.weight.shape)} to a residual, norms them "
+            "or writes their moments"
         )
     by_library(x, weights, out, epilogue, workspace)
 
@@ -182,7 +188,7 @@ def _reference(
     if x.dtype == INT8.dtype:
         assert isinstance(out, Tensor)
         return _reference_int8(x, weights, out, epilogue)
-    if norm is None and isinstance(out, Tensor) and not (e.residual or _needs_triton(e, norm)):
+    if isinstance(out, Tensor) and not (_is_fused(e, norm) or _needs_triton(e, norm)):
         return by_library(x, weights, out, epilogue, workspace, _reference_product)
     wide = torch.promote_types(torch.float32, x.dtype)
     y = x.to(wide) @ weights.true_weight(wide).T if norm is None else _normed_product(x, weights, e, norm)

@@ -246,7 +246,7 @@ def _pipelined_columns(x, weights, w_tma, norm, e, workspace, SHAPE: constexpr, 
         y *= scale
         if norm.weight_sums is not None:
             mean = total / K
-            rstd = tl.rsqrt(squares / K - mean * mean + norm.eps)
+            rstd = tl.rsqrt(tl.maximum(squares / K - mean * mean, 0.0) + norm.eps)
             y = (y - mean[:, None] * weight_sums) * rstd[:, None]
         elif NORMED:
             y *= tl.rsqrt(squares / K + norm.eps)[:, None]

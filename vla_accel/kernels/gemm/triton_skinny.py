@@ -3,8 +3,10 @@
 A program owns a slice of output columns and all the rows. K is divided into PARTS pieces that become the batch of one
 batched product, so that every warp has its own piece and the tensor cores see m16n8k16; the pieces are added at the
 end. Weights are loaded into registers before the wait for the previous kernel, which they do not depend on; K passes
-through shared memory in up to four chunks, so that two kernels fit on a multiprocessor and overlap. RMSNorm costs no
-pass of its own: rms(x ∘ (1 + scale)) W = rstd ∘ ((x ∘ (1 + scale)) W), and the shift's product is a step's constant.
+through shared memory in up to four chunks, so that two kernels fit on a multiprocessor and overlap. A norm needs no
+pass of its own: its factor rstd multiplies the sums of (x ∘ (1 + scale)) W, a LayerNorm also subtracts the mean of x
+times the sums of W's rows, and the shift's product is a step's constant. The moments of x come from the kernel that
+wrote x; without them, this kernel computes them.
 """
 
 from __future__ import annotations
@@ -204,7 +206,8 @@ def _skinny_columns(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, 
         total, squares = tl.sum(sums, 0), tl.sum(parts, 0)
     if norm.weight_sums is not None:
         mean = total / K
-        y = (y - mean[:, None] * weight_sums) * tl.rsqrt(squares / K - mean * mean + norm.eps)[:, None]
+        variance = tl.maximum(squares / K - mean * mean, 0.0)
+        y = (y - mean[:, None] * weight_sums) * tl.rsqrt(variance + norm.eps)[:, None]
     elif NORMED:
         y *= tl.rsqrt(squares / K + norm.eps)[:, None]
     store_columns(y, constants, residual, e, (tl.program_id(0), n0, row0), SHAPE, TILE)

@@ -23,9 +23,9 @@ class Linear:
     `weight` (N, K) in BF16/FP16/FP32, or float8_e4m3fn with `weight_scale` (true weight = stored x scale) and
     `input_scale` (true input = stored x scale), both of which are 0-dimensional float32 on the weight's device, or int8
     with a `weight_scale` (N,) of its own for each output; `bias` (N,) or None. The `*_value` fields are the same scales
-    on the host, where there is one. `paired`: the rows of gate and up of a
-    GeGLU by turns, eight of each, so that one block of the tensor cores has both. `sums` (N,) float32: of the stored
-    weight's rows, for a LayerNorm after the product.
+    on the host, where there is one. `paired`: the rows of gate and up of a GeGLU by turns, eight of each, so that one
+    block of the tensor cores has both. `sums` (N,) float32: sums of the true weight's rows, for a LayerNorm before the
+    product.
     """
 
     weight: Tensor

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import Chain
 from vla_accel.kernels.config import cheapest, deepest, too_large
-from vla_accel.kernels.dispatch import kernels, op
+from vla_accel.kernels.dispatch import kernels, op, path
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.kernels.image.ops import Sum, add_up, conv
 from vla_accel.runtime import current
@@ -128,11 +128,15 @@ def convolve(
     """
     if plan.tile is not None:
         return kernels("image.triton_convolution").convolve(x, weight, stride, shift, residual, activation, plan)
+    return add_up(Sum(_library_conv(x, weight, stride), residual, shift), activation=activation)
+
+
+def _library_conv(x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    """Return the library's convolution, padded as that of `convolve`."""
     fixed = current(x).deterministic
     # The library measures its convolutions on a shape's first call, unless calls are to repeat bit for bit.
     with torch.backends.cudnn.flags(enabled=True, benchmark=not fixed, deterministic=fixed, allow_tf32=True):
-        value = conv(x, weight, stride, weight.shape[2] // 2)
-    return add_up(Sum(value, residual, shift), activation=activation)
+        return conv(x, weight, stride, weight.shape[2] // 2)
 
 
 def plan_convolution(x: tuple[int, int, int, int], weight: Tensor, stride: int, *, alone: bool) -> ConvPlan:
@@ -174,6 +178,11 @@ def _half(weight: Tensor) -> bool:
     return weight.dtype in (torch.float16, torch.bfloat16)
 
 
+def stem_in_triton(weight: Tensor) -> bool:
+    """Return whether `convolve_pixels` runs in Triton with this weight."""
+    return path(weight) != "reference" and _half(weight)
+
+
 @op("image.triton_convolution", _half)
 def convolve_pixels(weight: Tensor, images: Tensor, scales: Tensor, out: Tensor) -> None:
     """Write the 7x7 convolution, two pixels apart, of images whose levels become level * scale[0] + scale[1].
@@ -190,4 +199,4 @@ def convolve_pixels(weight: Tensor, images: Tensor, scales: Tensor, out: Tensor)
     factor, shift = scales.to(wide)[:, :, None, None].unbind(1)
     pixels = (images.to(wide) * factor + shift).to(weight.dtype).flatten(0, 1)
     kernel = weight[:, : STEM * STEM * 3].reshape(len(weight), STEM, STEM, 3).permute(0, 3, 1, 2)
-    out.copy_(conv(pixels, kernel, STEM_STRIDE, STEM // 2).view(out.shape))
+    out.copy_(_library_conv(pixels, kernel, STEM_STRIDE).view(out.shape))

@@ -18,10 +18,9 @@ from triton.language import constexpr
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.chain import launch
 from vla_accel.kernels.image.ops import GroupNorm, Sum
-from vla_accel.kernels.triton_common import activated, gelu_erf, softmax_step, wait_for_previous
+from vla_accel.kernels.triton_common import LOG2E, activated, gelu_erf, softmax_step, wait_for_previous
 from vla_accel.numeric import power_of_two
 
-LOG2E = constexpr(1.4426950408889634)
 TILE = constexpr(4096)
 """Elements that one program holds at a time: 32 a thread with 4 warps."""
 _WHOLE = 2

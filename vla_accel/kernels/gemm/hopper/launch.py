@@ -91,8 +91,8 @@ def why_not(gpu: Gpu, x: Tensor, weights: Linear, out: Tensor, epilogue: Epilogu
     if k * weight.element_size() % 16 or k * x.element_size() % 16 or columns * out.element_size() % 16 or not rows:
         return "it needs rows of x, of the weight and of out of a multiple of 16 bytes"
     # The rows of x may lie apart: the copy engine takes them by their distance.
-    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16:
-        return "it needs contiguous rows of x, a multiple of 16 bytes apart"
+    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or (rows > 1 and x.stride(0) < k):
+        return "it needs contiguous rows of x that do not overlap, a multiple of 16 bytes apart"
     if not (weight.is_contiguous() and out.is_contiguous()):
         return "it needs a contiguous weight and a contiguous out"
     if any(matrix.data_ptr() % 16 for matrix in (x, weight, out)):
