@@ -186,6 +186,10 @@ def _attend_once(q, k, v, seen, real, scale):
     return tl.dot(p.to(v.dtype), tl.where(real[:, None], v, 0.0)), best, tl.sum(p, 1)
 
 
+UNROLLED = constexpr(4096)
+"""Values of an output tile up to which the loads of all parts are unrolled; larger tiles would fill the registers."""
+
+
 @triton.jit
 def _store(part, best, total, workspace, target, mask, split, group, SPLITS: constexpr):
     """Store the output of a program's sums over its keys: at once if it has all keys. Otherwise it stores its sums, and
@@ -209,23 +213,32 @@ def _store(part, best, total, workspace, target, mask, split, group, SPLITS: con
         arrived = tl.atomic_add(count_ptr + group, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             tl.debug_barrier()
-            # Unrolled, and the statistics of all parts first, so that all loads are under way together.
             stats_of = stat_ptr + group * SPLITS * (2 * ROWS) + local
-            bests, totals = (), ()
-            for other in tl.static_range(SPLITS):
-                bests += (tl.load(stats_of + other * (2 * ROWS), cache_modifier=".cg"),)
-                totals += (tl.load(stats_of + other * (2 * ROWS) + ROWS, cache_modifier=".cg"),)
+            parts_of = part_ptr + group.to(tl.int64) * SPLITS * (ROWS * COLUMNS) + at
             best = tl.full((ROWS,), -float("inf"), tl.float32)
-            for other in tl.static_range(SPLITS):
-                best = tl.maximum(best, bests[other])
-            best = tl.where(best == -float("inf"), 0.0, best)
             total = tl.zeros((ROWS,), tl.float32)
             acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for other in tl.static_range(SPLITS):
-                parts = part_ptr + (group * SPLITS + other).to(tl.int64) * (ROWS * COLUMNS) + at
-                weight = tl.exp2(bests[other] - best)
-                total += weight * totals[other]
-                acc += weight[:, None] * tl.load(parts, cache_modifier=".cg")
+            if ROWS * COLUMNS <= UNROLLED:
+                # The statistics of all parts first, so that all loads are under way together.
+                bests, totals = (), ()
+                for other in tl.static_range(SPLITS):
+                    bests += (tl.load(stats_of + other * (2 * ROWS), cache_modifier=".cg"),)
+                    totals += (tl.load(stats_of + other * (2 * ROWS) + ROWS, cache_modifier=".cg"),)
+                for other in tl.static_range(SPLITS):
+                    best = tl.maximum(best, bests[other])
+                best = tl.where(best == -float("inf"), 0.0, best)
+                for other in tl.static_range(SPLITS):
+                    weight = tl.exp2(bests[other] - best)
+                    total += weight * totals[other]
+                    acc += weight[:, None] * tl.load(parts_of + other * (ROWS * COLUMNS), cache_modifier=".cg")
+            else:
+                for other in range(SPLITS):
+                    best = tl.maximum(best, tl.load(stats_of + other * (2 * ROWS), cache_modifier=".cg"))
+                best = tl.where(best == -float("inf"), 0.0, best)
+                for other in range(SPLITS):
+                    weight = tl.exp2(tl.load(stats_of + other * (2 * ROWS), cache_modifier=".cg") - best)
+                    total += weight * tl.load(stats_of + other * (2 * ROWS) + ROWS, cache_modifier=".cg")
+                    acc += weight[:, None] * tl.load(parts_of + other * (ROWS * COLUMNS), cache_modifier=".cg")
             out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             tl.store(target, out.to(target.dtype.element_ty), mask=mask)
             tl.store(count_ptr + group, 0)

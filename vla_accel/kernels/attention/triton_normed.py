@@ -60,7 +60,7 @@ def _part(x_ptr, row, keep, head, PART: constexpr, SHAPE: constexpr):
 
 
 @triton.jit
-def _normed(x_ptr, weight_ptr, rope, norm, at, PART: constexpr, SHAPE: constexpr):
+def _rotated_norm(x_ptr, weight_ptr, rope, norm, at, PART: constexpr, SHAPE: constexpr):
     """Both halves of a head of one part, normed, and rotated if there is a `rope`."""
     cos_ptr, sin_ptr = rope
     head, row, token, keep, real = at
@@ -120,7 +120,7 @@ def _normed_attention(
         k, v, added = _of_prefix(prefix, key, batch, head, SHAPE)
     wait_for_previous(PDL)
     row = batch * SHAPE.tokens + token
-    q = _normed(x_ptr, q_norm, rope, norm, (head, row, token, keep, real), 0, SHAPE)
+    q = _rotated_norm(x_ptr, q_norm, rope, norm, (head, row, token, keep, real), 0, SHAPE)
     none = tl.full((TILE.queries, SHAPE.block), 0.0, tl.float32)
     sums = (tl.full((TILE.queries,), -float("inf"), tl.float32), tl.full((TILE.queries,), 0.0, tl.float32), none, none)
     if SHAPE.source > 0:
@@ -134,7 +134,7 @@ def _normed_attention(
             known = its < SHAPE.tokens
             inside = known[:, None] & (i < SHAPE.half)
             at = batch * SHAPE.tokens + its
-            own = _normed(x_ptr, k_norm, rope, norm, (head, at, its, inside, known), 1, SHAPE)
+            own = _rotated_norm(x_ptr, k_norm, rope, norm, (head, at, its, inside, known), 1, SHAPE)
             values = _part(x_ptr, at, inside, head, 2, SHAPE)
             if cache_keys is not None:
                 # Each tile of keys is stored by one of the programs that have it.
