@@ -46,10 +46,14 @@ class Job:
         return "/" not in self.name
 
 
+def on_gpu(name: str, only: str = "") -> str:
+    """The name of a run on the GPU that it needs."""
+    return f"{name}_{(only or STORED_GPU).lower()}"
+
+
 def bench(name: str, options: str, *needs: str, only: str = "") -> Job:
     """Whole calls of a published size with random weights."""
-    gpu = (only or STORED_GPU).lower()
-    return Job(f"bench_{name}_{gpu}", f"vla-accel bench {options} --output {{json}}", needs=needs, only=only)
+    return Job(on_gpu(f"bench_{name}", only), f"vla-accel bench {options} --output {{json}}", needs=needs, only=only)
 
 
 def stem(config: str) -> str:
@@ -75,8 +79,7 @@ def serving(name: str, policy: str, replicas: int, host: int = 2, only: str = ""
     devices = ",".join(f"cuda:{index}" for index in range(replicas))
     options = f"{policy} --config native --devices {devices} --clients 1,4,16,64 --seconds 2"
     command = f"vla-accel bench-server {options} --output {{json}}"
-    gpu = (only or STORED_GPU).lower()
-    return Job(f"bench_server_{name}_{replicas}_{gpu}", command, gpus=host, whole_machine=True, only=only)
+    return Job(on_gpu(f"bench_server_{name}_{replicas}", only), command, gpus=host, whole_machine=True, only=only)
 
 
 def played(folder: str, config: str, options: str = "--steps 10 --trials 50", *needs: str, checkpoint: str = "") -> Job:
@@ -112,10 +115,9 @@ def late(chunking: str) -> Job:
 
 def throughput(name: str, cases: str, gpus: int, *needs: str, only: str = "") -> Job:
     """Episodes an hour; it watches the cores of the whole machine."""
-    gpu = (only or STORED_GPU).lower()
     command = f'python -m eval.throughput --case {cases} --options="--config native_fp8" --output {{json}}'
     needs = ("libero", *needs)
-    return Job(f"throughput_{name}_{gpu}", command, gpus=gpus, whole_machine=True, needs=needs, only=only)
+    return Job(on_gpu(f"throughput_{name}", only), command, gpus=gpus, whole_machine=True, needs=needs, only=only)
 
 
 OURS = "native-bf16,native-fp8,native-fp8-vision"
@@ -216,8 +218,7 @@ def goals(only: str = "") -> list[Job]:
     The times at which the steps lie do not change the duration of a call."""
 
     def timed(name: str, options: str) -> Job:
-        gpu = (only or STORED_GPU).lower()
-        return Job(f"goals_{name}_{gpu}", f"vla-accel bench {options} --output {{json}}", only=only)
+        return Job(on_gpu(f"goals_{name}", only), f"vla-accel bench {options} --output {{json}}", only=only)
 
     long = "--views 3 --horizon 50 --steps 10,3 --calls 100"
     return [
@@ -245,8 +246,8 @@ JOBS: tuple[Job, ...] = (
     bench("pi0", f"--model pi0 --systems {OURS},eager,openpi-eager {SHAPE} --profile", "openpi"),
     bench("smolvla", f"--model smolvla --systems {OURS},lerobot-eager --steps 10 --batch 1,2,4 --calls 40 --profile",
           "lerobot"),
-    *(Job(f"attach_{gpu}", "python -m benchmarks.time_attach --output {json}", needs=("lerobot",), only=only)
-      for gpu, only in (("h200", ""), ("h100", "H100"))),
+    *(Job(on_gpu("attach", only), "python -m benchmarks.time_attach --output {json}", needs=("lerobot",), only=only)
+      for only in ("", "H100")),
     bench("groot", "--model groot --systems native-bf16,native-fp8,eager,lerobot-eager --views 2 --steps 4 --calls 50 "
           "--profile", "lerobot"),
     *families(),

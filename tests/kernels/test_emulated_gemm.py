@@ -316,11 +316,10 @@ def test_widened_weights_and_a_gated_residual(tile: HopperTile, kind: torch.dtyp
     torch.testing.assert_close(moments.squares, moments_of(out, scale, 64).squares, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("tile", WIDENED[:2])
-@pytest.mark.parametrize("kind", [FP8, INT8])
-def test_widened_weights_behind_a_modulated_layer_norm(tile: HopperTile, kind: torch.dtype, multiply: Multiply) -> None:
-    rows, n, k = 51, 256, 464
-    x, scale, weights = (drawn(rows, k) + 1).bfloat16(), drawn(k, seed=1) / 4, stored(kind, n, k)
+def check_modulated_layer_norm(rows: int, weights: Linear, tile: HopperTile, multiply: Multiply) -> None:
+    """A scaled LayerNorm before a product with a shift and a GELU."""
+    n, k = weights.weight.shape
+    x, scale = (drawn(rows, k) + 1).bfloat16(), drawn(k, seed=1) / 4
     norm = Norm(EPS, moments_of(x, scale, 64), scale, (1.0 + scale) @ weights.true_weight(torch.float32).T)
     epilogue = Epilogue(drawn(n, seed=3), Activation.GELU)
     (out, whole), want = buffer(rows, n, BF16), torch.empty(rows, n)
@@ -328,6 +327,13 @@ def test_widened_weights_behind_a_modulated_layer_norm(tile: HopperTile, kind: t
     multiply(x, weights, out, tile, epilogue, norm)
     is_close(out, want, BF16)
     assert whole[0].isnan().all() and whole[-1].isnan().all()
+
+
+@pytest.mark.parametrize("tile", WIDENED[:2])
+@pytest.mark.parametrize("kind", [FP8, INT8])
+def test_widened_weights_behind_a_modulated_layer_norm(tile: HopperTile, kind: torch.dtype, multiply: Multiply) -> None:
+    rows, n, k = 51, 256, 464
+    check_modulated_layer_norm(rows, stored(kind, n, k), tile, multiply)
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -370,15 +376,8 @@ def modulated(rows: int, k: int, kind: torch.dtype) -> tuple[Tensor, Norm]:
 def test_a_modulated_layer_norm_before_an_activation(rows: int, tile: HopperTile, multiply: Multiply) -> None:
     """GR00T's products: the rows come scaled, and the shift is a constant of the step."""
     n, k = 3 * tile.weight_rows, width_for(tile)
-    x, scale = (drawn(rows, k) + 1).bfloat16(), drawn(k, seed=1) / 4
     weights = Linear((drawn(n, k, seed=2) * k**-0.5).bfloat16())
-    norm = Norm(EPS, moments_of(x, scale, 64), scale, (1.0 + scale) @ weights.weight.float().T)
-    epilogue = Epilogue(drawn(n, seed=3), Activation.GELU)
-    (out, whole), want = buffer(rows, n, BF16), torch.empty(rows, n)
-    gemm(x, weights, want, epilogue, norm)
-    multiply(x, weights, out, tile, epilogue, norm)
-    is_close(out, want, BF16)
-    assert whole[0].isnan().all() and whole[-1].isnan().all()
+    check_modulated_layer_norm(rows, weights, tile, multiply)
 
 
 @pytest.mark.parametrize(("rows", "tile"), few(9216, 1024))
