@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tables.table import MODELS, Row, command, machine, plural, table
+from benchmarks.tables.table import MODELS, NOT_STORED, Row, command, machine, plural, table
 
 PRECISIONS = {"pi05": "BF16", "pi05_fp32": "float32"}
 """Precisions of the objects of models that are timed in several."""
@@ -13,7 +13,7 @@ PRECISIONS = {"pi05": "BF16", "pi05_fp32": "float32"}
 def attach(result: Row | None) -> str:
     """A row for each policy object."""
     if result is None:
-        return "No run is stored.\n"
+        return NOT_STORED
     made = result["settings"]
     return table(
         "policy = {name} | lerobot = {lerobot[p50_ms]:.2f} | attached = {attached[p50_ms]:.2f}, {speed_up:.1f}× | "

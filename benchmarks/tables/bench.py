@@ -6,7 +6,20 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.tables.table import MODELS, PROJECTS, Cell, Row, blocks, command, machine, of, plural, steps_of, table
+from benchmarks.tables.table import (
+    MODELS,
+    NOT_STORED,
+    PROJECTS,
+    Cell,
+    Row,
+    blocks,
+    command,
+    machine,
+    of,
+    plural,
+    steps_of,
+    table,
+)
 from vla_accel.measure.host import busy_host
 from vla_accel.measure.roofline import Ceilings, add_batch_floors, steps_timed
 from vla_accel.report.bench import ran
@@ -163,7 +176,7 @@ def benches(results: Sequence[Row | None]) -> str:
     """All tables of each stored report, below its model's name."""
     stored = [result for result in results if result is not None]
     each = [part for result in stored for part in (f"### {MODELS[result['model']['kind']]}\n", bench(result))]
-    return blocks(*each) or "No run is stored.\n"
+    return blocks(*each) or NOT_STORED
 
 
 def whole_calls(result: Row) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.tables.bench import batched
 from benchmarks.tables.shapes import shape_of
-from benchmarks.tables.table import Row, machines, steps_of, table
+from benchmarks.tables.table import NOT_STORED, Row, machines, steps_of, table
 
 GOALS: dict[tuple[str, int, int], dict[tuple[str, int], float]] = {
     ("pi05", 2, 10): {
@@ -80,7 +80,7 @@ def placed_goals(results: Sequence[Row | None]) -> str:
     """Each call with a goal for its number of steps, and whether the goal is met."""
     stored = [result for result in results if result]
     if not stored:
-        return "No run is stored.\n"
+        return NOT_STORED
     where = machines((shape_of(result), result) for result in stored)
     columns = {
         "call": "{call}", "system": "{system}", "steps": "{steps}", "median": "{median_ms:.2f} {unit}",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.tables.table import (
+    NOT_STORED,
     Cell,
     Row,
     blocks,
@@ -232,7 +233,7 @@ def _renamed(text: str) -> str:
 def tune(result: Row | None) -> str:
     """Everything that a search tried, the fastest first."""
     if result is None:
-        return "No run is stored.\n"
+        return NOT_STORED
     rows = []
     for row in sorted(result["tried"], key=lambda row: (row["latency"] or {}).get("median_ms", math.inf)):
         played, chosen = row["success"], row["chosen"]

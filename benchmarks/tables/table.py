@@ -104,6 +104,8 @@ def machine(result: Row) -> str:
     return f"{place}, torch {result['software']['torch']}{commit(result)}"
 
 
+NOT_STORED = "No run is stored.\n"
+"""In place of a table whose runs are not stored yet."""
 MANY = 5
 """With more reports than this from one place, `machines` names only those of other places."""
 
