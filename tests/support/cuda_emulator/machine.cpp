@@ -259,6 +259,8 @@ extern "C" {
 
 void emulator_allow(const void* begin, size_t bytes) { machine.global.allow(begin, bytes); }
 void emulator_forget() { machine.global.forget(); }
+// Between launches: the memory of the threads' stacks and of shared memory, which launches use again.
+void emulator_release() { machine.spare.clear(), machine.spare.shrink_to_fit(); }
 
 // This runs a grid to its end; it returns what went wrong, or null.
 const char* emulator_launch(const char* kernel, void (*call)(void**), void** values, int grid, int threads, int cluster,

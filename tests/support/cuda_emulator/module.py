@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ class EmulatedModule:
         self._allowed: dict[int, int] = {}
         self._library = _library(folder, source, list(shared))
         self._library.emulator_launch.restype = ctypes.c_char_p
+        # A loaded library stays loaded; its blocks, of up to 100 MB, end with the module.
+        weakref.finalize(self, self._library.emulator_release)
 
     def allow(self, *tensors: Tensor) -> None:
         """From now on kernels may touch these tensors, and no others."""
