@@ -271,6 +271,8 @@ JOBS: tuple[Job, ...] = (
     *families("H100"),
     *goals(),
     *goals("H100"),
+    *(Job(on_gpu("prompts_fastwam", only), "python -m benchmarks.time_prompts --output {json}", only=only)
+      for only in ("", "H100")),
     Job("start_pi05_h200", f"vla-accel bench --model pi05 --systems {OURS} --steps 10 --calls 20 --starts --output "
         "{json}"),
     Job("fp8_accumulation_h200", "python -m benchmarks.accumulation --count 8 --draws 2 --output {json}"),

@@ -79,10 +79,12 @@ def main() -> int:
     for name, ms, _ in in_turns(runs, lambda: None, calls=options.calls, turn=5):
         found[name].append(ms)
     report = {
-        **report_head("time_prompts", device), "model": asdict(config), "tokens": options.tokens,
-        "median_ms": {name: float(np.median(ms)) for name, ms in found.items()},
+        **report_head("time_prompts", device), "model": asdict(config),
+        "tokens": options.tokens, "calls": options.calls,
+        "rows": [{"encoder": name, "p50_ms": float(np.median(ms)), "p90_ms": float(np.percentile(ms, 90))}
+                 for name, ms in found.items()],
     }  # fmt: skip
-    print(report["median_ms"])
+    print(report["rows"])
     write_json(options.output, report)
     return 0
 

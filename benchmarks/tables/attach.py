@@ -1,4 +1,5 @@
-"""Table of `benchmarks.time_attach`: lerobot's policy objects, as they are and attached."""
+"""Tables of runs next to other projects' code: lerobot's policy objects (`benchmarks.time_attach`), and FastWAM's text
+encoder (`benchmarks.time_prompts`)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,11 @@ from benchmarks.tables.table import MODELS, NOT_STORED, Row, command, machine, p
 
 PRECISIONS = {"pi05": "BF16", "pi05_fp32": "float32"}
 """Precisions of the objects of models that are timed in several."""
+
+ENCODERS = {
+    "ours": "vla_accel, the instruction alone",
+    "transformers": "transformers, 128 tokens as in lerobot",
+}
 
 
 def attach(result: Row | None) -> str:
@@ -25,6 +31,18 @@ def attach(result: Row | None) -> str:
         f"{plural(made['cameras'], 'camera')}, random weights. Speed-up: over the same object without `attach`, in the "
         "same process. Difference: `attached.difference`. First call: it computes both answers and builds the engines. "
         f"{machine(result)}; {command(result)}.",
+    )
+
+
+def prompts(result: Row | None) -> str:
+    """A row for each text encoder."""
+    if result is None:
+        return NOT_STORED
+    return table(
+        "encoder = {encoder} | ms = {p50_ms:.2f} | p90 = {p90_ms:.2f}",
+        [{**row, "encoder": ENCODERS[row["encoder"]]} for row in result["rows"]],
+        f"An instruction of {plural(result['tokens'], 'token')}, random weights of the published size in BF16, median "
+        f"of {plural(result['calls'], 'call')} each, in turns. {machine(result)}; {command(result)}.",
     )
 
 

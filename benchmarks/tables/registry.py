@@ -72,6 +72,7 @@ TABLES: dict[str, tuple[Callable[[Any], str], Source]] = {
     "batches": (bench.batches, "bench_pi05_batches_h200"),
     "starts": (bench.starts, "start_pi05_h200"),
     "attach": (attach.attach, "attach_{gpu}"),
+    "prompts": (attach.prompts, "prompts_fastwam_{gpu}"),
     "shapes": (shapes.shapes, "bench_*_h200"),
     "shapes_h100": (shapes.calls, "bench_*_h100"),
     "goals": (shapes.goals, "bench_*_h200"),

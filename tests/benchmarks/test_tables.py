@@ -235,6 +235,17 @@ def test_a_model_has_one_row_from_all_its_stored_runs() -> None:
     assert second[0] == "SmolVLA (402 M)" and second[2:] == ["1.3 GB", "4.3× over lerobot", "-"]
 
 
+def test_an_encoder_of_instructions_has_its_times() -> None:
+    rows = [
+        {"encoder": "ours", "p50_ms": 7.5, "p90_ms": 7.75},
+        {"encoder": "transformers", "p50_ms": 30.0, "p90_ms": 31.0},
+    ]
+    result = {**CPU, "tokens": 40, "calls": 30, "rows": rows, "command": ["python", "-m", "benchmarks.time_prompts"]}
+    first, second = cells(attach.prompts(result))
+    assert first[1:] == ["7.50", "7.75"] and second[1:] == ["30.00", "31.00"]
+    assert "40 tokens" in attach.prompts(result) and "30 calls each" in attach.prompts(result)
+
+
 def test_an_attached_policy_has_its_speed_up_and_a_refused_one_has_none() -> None:
     timed = {"lerobot": {"p50_ms": 100.0, "p95_ms": 110.0}, "first_call_s": 20.4}
     done = {"attached": {"p50_ms": 5.0, "p95_ms": 5.5}, "difference": 0.0123, "speed_up": 20.0}
