@@ -210,6 +210,7 @@ def comparison(**others: dict[str, Any]) -> dict[str, Any]:
     return {**result, "note": "", "command": [], "rows": [row for row in result["rows"] if row["steps"] == 10]}
 
 
+@pytest.mark.slow
 def test_a_model_has_one_row_from_all_its_stored_runs() -> None:
     smolvla = bench_report(CEILINGS, "lerobot-eager")
     smolvla["model"] = {"kind": "smolvla", "views": 3, "action_horizon": 50}
@@ -442,6 +443,7 @@ def test_the_models_picture_has_our_fastest_and_the_fastest_published() -> None:
     assert theirs.how not in draw_models([report]), "the published figure is of two views"
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_where_there_are_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def test_no_pickle_no_optimizer_and_no_other_checkpoint_is_fetched(hub: LocalHub
     assert set(hub.fetched) <= files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("revision", ["v1", TAGGED, "refs/pr/5"])
 def test_a_revision_is_another_checkpoint(revision: str, hub: LocalHub) -> None:
     assert load(f"{ONE}@{revision}", whole=False).family.name == "pi0"
@@ -94,6 +95,7 @@ def test_statistics_in_deeper_folders_are_fetched(hub: LocalHub) -> None:
         assert folder is not None and (folder / asset / "libero" / "norm_stats.json").is_file()
 
 
+@pytest.mark.slow
 def test_what_was_fetched_before_is_found_without_a_connection(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
@@ -116,6 +118,7 @@ def test_without_huggingface_hub_the_error_names_the_extra(monkeypatch: pytest.M
         find("lerobot/pi05_base")
 
 
+@pytest.mark.slow
 def test_an_adapter_and_its_base_may_be_folders_and_revisions(hub: LocalHub, tmp_path: Path) -> None:
     """The base is the revision that the adapter's configuration names."""
     repository = tmp_path / "adapters"

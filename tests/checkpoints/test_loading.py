@@ -43,6 +43,7 @@ def test_the_published_size(kind: Kind, prefix: str) -> None:
         load_weights(weights, SIZES[other](action_horizon=10), "x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_single_key_is_needed_and_no_other_is_accepted(kind: Kind, prefix: str) -> None:

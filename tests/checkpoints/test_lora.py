@@ -232,6 +232,7 @@ ADAPTED_COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "words", "right"), ADAPTED_COMMANDS)
 def test_commands_take_an_adapter_that_names_its_base(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -256,6 +257,7 @@ def test_commands_say_what_an_adapter_without_a_base_lacks(
     assert f"lora {adapter}: expected base_model_name_or_path in {CONFIG}, got none; name the base" in said
 
 
+@pytest.mark.slow
 def test_tune_measures_the_adapted_policy(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --lora, and it is written into what was found; an adapter that changed is another search."""
     adapter, out = write_adapter(tmp_path / "adapter", factors()), tmp_path / "out"

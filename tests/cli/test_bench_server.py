@@ -79,6 +79,7 @@ def endless(device: str | None) -> Any:
     time.sleep(10)
 
 
+@pytest.mark.slow
 def test_a_server_that_loads_ends_with_its_interrupted_starter(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[BaseProcess] = []
     monkeypatch.setattr(serving, "start", lambda process: (begun.append(process), start(process)))
@@ -190,6 +191,7 @@ def refused(device: str | None) -> Any:
     raise DependencyError("a package is missing: pip install it")
 
 
+@pytest.mark.slow
 def test_what_a_servers_process_lacks_is_said_without_the_errors_class() -> None:
     with pytest.raises(DependencyError, match=r"^a package is missing: pip install it$"), served(refused):
         pass

@@ -114,6 +114,7 @@ def test_what_auto_chose_is_said_once(
     assert (package.level, package.handlers) == before
 
 
+@pytest.mark.slow
 def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", "auto,native", "--steps", "2,1", "--calls", "2", "--device", "cpu", "--batch", "2"]
     words += ["--hz", "200", "--prompt-tokens", "31", "--camera", "48x64"]
@@ -137,6 +138,7 @@ def test_bench_of_a_checkpoint(checkpoint: str, capsys: pytest.CaptureFixture[st
     assert all({*row["parts_ms"]} == parts for row in report["throughput"])
 
 
+@pytest.mark.slow
 def test_bench_says_a_fallback_once_and_names_the_rows_by_what_ran(
     checkpoint: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

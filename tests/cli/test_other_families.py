@@ -95,6 +95,7 @@ def test_groot_needs_no_calibration_and_says_so(tmp_path: Path, capsys: pytest.C
     assert not (folder / FILE).exists()
 
 
+@pytest.mark.slow
 @FAMILIES
 def test_a_served_folder_answers_as_in_process(write: Callable[[Path], Path], tmp_path: Path) -> None:
     folder, steps = write(tmp_path / write.__name__), STEPS[write.__name__]
@@ -107,6 +108,7 @@ def test_a_served_folder_answers_as_in_process(write: Callable[[Path], Path], tm
             np.testing.assert_allclose(client.infer(observation)["actions"], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @FAMILIES
 def test_a_folder_plays_in_libero(
     write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -27,6 +27,7 @@ def test_cosine() -> None:
     assert cosine(np.full(4, 1e30, np.float32), np.full(4, 1e30, np.float32)) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_dtypes_have_one_table() -> None:
     assert {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} == DTYPES
     others = []

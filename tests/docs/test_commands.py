@@ -181,6 +181,7 @@ def program_of(command: Command) -> tuple[str, ...]:
     return (*words[: 3 if words[0] == "python" else 2], *(b for a, b in itertools.pairwise(words) if a == "--config"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [pytest.param(c, marks=[pytest.mark.slow] if is_slow(c) else [])

@@ -104,6 +104,7 @@ def test_groot_takes_nested_observations(tmp_path: Path) -> None:
     assert flat.keys() == plain.keys() and all(np.array_equal(flat[key], plain[key]) for key in plain)
 
 
+@pytest.mark.slow
 def test_eight_robots_share_a_server() -> None:
     script = example("eight_robots")
     script.CALLS = 3

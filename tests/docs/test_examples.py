@@ -65,6 +65,7 @@ def names(policy: OptimizedPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda p: p.name)
 def test_examples_run_in_order(page: Path, names: dict[str, Any], policy: OptimizedPolicy) -> None:
     """The examples of a page share their names, as in a session of Python."""

@@ -61,6 +61,7 @@ def layer(dtype: torch.dtype = torch.float32, most: int = 6) -> Component:
     return Component("layer", Layer(dtype).requires_grad_(False), (x,), (TensorSpec("y", (2, 4), dtype),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_graph_is_the_module_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     component = layer(dtype)
@@ -83,6 +84,7 @@ def test_both_ends_of_a_range_are_compared(tmp_path: Path, monkeypatch: Any) -> 
     assert seen == [(6, 8), (1, 8)]
 
 
+@pytest.mark.slow
 def test_another_modules_graph_is_refused(tmp_path: Path) -> None:
     component = layer()
     graph = export(component, component.module, tmp_path, verify=False)
@@ -259,6 +261,7 @@ def test_the_quantised_prefix_is_the_component_but_for_fp8() -> None:
         assert torch.allclose(got, want, atol=1e-5), "the norm's weight is folded into gate and up"
 
 
+@pytest.mark.slow
 def test_quantisation_leaves_the_model_unchanged() -> None:
     model = random_model(tiny_config("pi05"))
     before = {n: p.clone() for n, p in model.named_parameters()}

@@ -118,6 +118,7 @@ def test_profiles_are_the_whole_range_or_those_requested(library: Library, expor
     assert both.target == "sm89+sm120" and both.size > 1e6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"weight_streaming": True}, {"optimization_level": 1, "workspace_mb": 64}], ids=str
 )
@@ -174,6 +175,7 @@ class Watcher:
         self.open.discard(phase)
 
 
+@pytest.mark.slow
 def test_a_build_reports_its_progress_and_stops_on_ctrl_c(library: Library, exported: Any, monkeypatch: Any) -> None:
     component, graph = exported["vision"]
     whole, stopped, join = Watcher(), Watcher(), threading.Thread.join
@@ -270,6 +272,7 @@ class Eigenvalues(nn.Module):
         return torch.linalg.eigvals(x).real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "output", "message"),
     [
@@ -310,6 +313,7 @@ def test_too_little_memory_is_reported_before_building(library: Library, exporte
     assert build(library, graph, component).size > 1e6
 
 
+@pytest.mark.slow
 def test_the_librarys_errors_are_in_the_message(library: Library, exported: Any) -> None:
     component, graph = exported["vision"]
     # The lean runtime that version compatibility needs is not part of TensorRT-RTX.

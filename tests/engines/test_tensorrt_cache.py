@@ -43,6 +43,7 @@ def found(
     return obtain(component or small(), spec(folder), library, [target], device=CPU, **more)
 
 
+@pytest.mark.slow
 def test_an_engine_is_built_once_and_described(library: Library, tmp_path: Path, monkeypatch: Any) -> None:
     first = found(tmp_path, library)
     stored = json.loads(next(tmp_path.glob("small-*.json")).read_text())
@@ -86,6 +87,7 @@ def test_an_engines_key_covers_what_it_is_built_from(tmp_path: Path, monkeypatch
         assert (key() != base) == (name != "small_components.py"), name
 
 
+@pytest.mark.slow
 def test_a_stale_engine_is_not_used(library: Library, tmp_path: Path, exports: Exports) -> None:
     first = found(tmp_path, library, exports=exports)
     newer = Library(library.name, library.trt, "1.7.2")
@@ -112,6 +114,7 @@ def test_an_unusable_engine_is_rebuilt_with_the_reason(
     assert not found(tmp_path, library).built
 
 
+@pytest.mark.slow
 def test_one_export_serves_all_targets(library: Library, tmp_path: Path, monkeypatch: Any) -> None:
     calls: list[str] = []
     real = onnx.export

@@ -168,6 +168,7 @@ def test_a_part_is_converted_whole() -> None:
     assert given["require_full_compilation"] is True and given["kwargs"] == {}
 
 
+@pytest.mark.slow
 def test_a_quantiser_is_one_operator_in_what_is_converted() -> None:
     model = random_model(tiny_config("pi05"))
     module = quantised(model).variants["fp8"]()

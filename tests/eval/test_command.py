@@ -130,6 +130,7 @@ def test_a_sweep_writes_result_log_and_picture(harness: Harness, tmp_path: Path)
     assert "denoise time = 2.00 ms + 3.00 ms x steps" in err and "100% (2/2)" in err
 
 
+@pytest.mark.slow
 def test_quick_is_three_tasks_three_trials_and_a_video(
     harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ def test_film_all_films_every_episode_with_what_the_policy_sees(harness: Harness
     assert looked[0] == looked[1] > 0, "a film must cost no rendering"
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_played_again_unless_asked(harness: Harness, tmp_path: Path) -> None:
     output = tmp_path / "run.json"
     words = (*SWEEP, "--output", str(output))
@@ -200,6 +202,7 @@ def test_an_interrupted_run_continues(harness: Harness, tmp_path: Path) -> None:
     assert [e["launch"] for e in json.loads(output.read_text())["episodes"]] == [0] * 3 + [1] * 5
 
 
+@pytest.mark.slow
 def test_crashed_episodes_are_errors_with_exit_code_1(harness: Harness, tmp_path: Path) -> None:
     def crash(episode: int) -> None:
         if episode == 2:
@@ -311,6 +314,7 @@ def test_on_a_cluster_a_folder_may_lie_where_it_is_played() -> None:
     assert command.make_request(benchmark, asked, []).source.where == "only/over/there"
 
 
+@pytest.mark.slow
 def test_a_name_on_the_hub_is_evaluated_like_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,6 +367,7 @@ def test_a_policy_server_is_evaluated_like_any_policy(
     assert policy["metadata"] == {"policy": "far", "num_steps": 5}
 
 
+@pytest.mark.slow
 def test_a_missing_gl_library_is_one_clear_line(tmp_path: Path) -> None:
     pytest.importorskip("libero", reason="needs LIBERO")
     # The library search is made to find nothing, in a process of its own.

@@ -222,6 +222,7 @@ def test_a_start_is_written_whole_or_not_at_all(wrong: dict[str, Any], tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_start_for_two_suites_holds_both(started: dict[str, Path]) -> None:
     folder = started["pi05"]
     instructions = json.loads((folder / "instructions.json").read_text())
@@ -237,6 +238,7 @@ def test_the_start_for_two_suites_holds_both(started: dict[str, Path]) -> None:
         train.encoder(folder, load(folder).processor, 10)
 
 
+@pytest.mark.slow
 def test_a_start_knows_what_its_source_knew(started: dict[str, Path], tmp_path: Path) -> None:
     assets.main(assets.Arguments(tmp_path / "table", seed=1))
     assets.main(
@@ -276,6 +278,7 @@ def exported(start: Path, run: Path, steps: int, **more: object) -> FlowNetwork:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", list(assets.DEMOS))
 def test_a_killed_run_leaves_a_checkpoint_that_is_published(
     family: str, started: dict[str, Path], tmp_path: Path

@@ -36,6 +36,7 @@ def outcomes(result: Mapping[str, Any]) -> list[tuple[int, int, bool, int, str |
     return [(e["task_id"], e["trial"], e["success"], e["env_steps"], e["error"]) for e in result["episodes"]]
 
 
+@pytest.mark.slow
 def test_processes_play_the_plan_and_the_result_is_that_of_one_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +60,7 @@ def test_processes_play_the_plan_and_the_result_is_that_of_one_process(
     assert line["benchmark"] == "toy" and line["rows"][0]["rate"] == pytest.approx(4 / 6)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_and_plays_each_episode_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output, log = tmp_path / "run.json", tmp_path / "run.episodes.jsonl"
     words = ["--expert", "--workers", "2", "--output", str(output)]
@@ -91,6 +93,7 @@ def test_a_killed_run_resumes_and_plays_each_episode_once(tmp_path: Path, capfd:
     assert len(result["launches"]) == 2 and {e["launch"] for e in result["episodes"]} == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output, log = tmp_path / "run.json", tmp_path / "run.episodes.jsonl"
     assert main(["--expert", "--output", str(output)]) == 0
@@ -114,6 +117,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(tmp_path: Path, capfd
     ]
 
 
+@pytest.mark.slow
 def test_a_served_policy_is_timed_and_two_of_them_are_paired(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     wire = pytest.importorskip("tests.support.openpi_wire")
 

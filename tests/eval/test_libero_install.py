@@ -22,6 +22,7 @@ def python(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=True)
 
 
+@pytest.mark.slow
 def test_importing_libero_prints_nothing_and_later_warnings_are_seen() -> None:
     pytest.importorskip("libero", reason="needs LIBERO")
     done = python(

@@ -46,6 +46,7 @@ def test_a_step_is_robosuites_own(task: int, render: bool, steps: int, monkeypat
         np.testing.assert_array_equal(one, other, err_msg=f"{i}")
 
 
+@pytest.mark.slow
 def test_nothing_stays_replaced() -> None:
     """Also after an error: what follows may move things by other means than physics steps."""
     env = LiberoEnv(SUITE.tasks[0], render=False)

@@ -236,6 +236,7 @@ class Fingerprints(FakePolicy):
         return {**super().infer(obs, noise=noise), "actions": np.full((10, 1), 0.1)}
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_meets_the_same_stress() -> None:
     stress = {"noise": 0.2, "occlusion": 0.1, "latency": 1}
     protocol = Protocol("line", (0, 1), 2, (3,), 8, settings=SEEING.settings, stress=stress)
@@ -362,6 +363,7 @@ class Walker(Watching):
         return {"actions": np.array(rows)[:, None], "policy_timing": {"total_ms": 1.0}}
 
 
+@pytest.mark.slow
 def test_the_grid_of_latencies_is_one_file_and_one_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,7 @@ def test_all_starts_come_in_random_order_seed_by_seed(episodes: HarnessEpisodes)
     assert episodes.name == "libero, libero_spatial, tasks 0, 1, 2"
 
 
+@pytest.mark.slow
 def test_episodes_are_played_filmed_and_told_apart(episodes: HarnessEpisodes) -> None:
     keys = ["seed 7, task 0, trial 1", "seed 8, task 0, trial 1", "seed 7, task 1, trial 0", "seed 7, task 2, trial 0"]
     assert dict(episodes.play(CANDIDATE, keys)) == dict(zip(keys, (True, True, False, None), strict=True))
@@ -77,6 +78,7 @@ def test_without_films_nothing_is_written(episodes: HarnessEpisodes, tmp_path: P
     assert [path.suffix for path in (tmp_path / "silent").rglob("*") if path.is_file()] == [".yaml"]
 
 
+@pytest.mark.slow
 def test_the_reference_stays_loaded_beside_one_candidate(episodes: HarnessEpisodes) -> None:
     others = [replace(CANDIDATE, name=name) for name in ("reference", "first", "second")]
     for candidate in (others[0], others[1], others[0], others[1], others[2], others[0], others[2]):

@@ -71,6 +71,7 @@ class BatchPolicy(FakePolicy):
         return [FakePolicy.infer(self, o, noise=n) for o, n in zip(observations, rows, strict=True)]
 
 
+@pytest.mark.slow
 def test_workers_share_a_policy_and_meet_the_same_noise_as_one_process() -> None:
     policy = BatchPolicy()
     results = list(play(SETUP, PROTOCOL.plan(), PolicyBySteps(policy), workers=2))
@@ -116,6 +117,7 @@ class DeadlyPolicy(FakePolicy):
         return super().infer(obs, noise=noise)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_an_error_of_its_episode_only() -> None:
     # `play` would not start a pool of one; with one there is no doubt which worker asked.
     plan = [key(0, 0), key(0, 1)]

@@ -196,6 +196,7 @@ def test_a_size_without_an_engine_file_is_refused_or_runs_without_an_engine(
 SIZES = [(8, 8), (16, 72), (72, 72), (72, 64), (120, 136), (100, 75), (63, 65), (9, 200), (72, 72)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", (*VAES, "tiny-wan-vae"))
 def test_results_are_diffusers_own_at_every_size(name: str, engine: str) -> None:
@@ -275,6 +276,7 @@ def test_a_non_finite_result_names_the_module(engine: str) -> None:
     require_finite(torch.ones(2), component, (image(64, 64),))
 
 
+@pytest.mark.slow
 def test_both_programs_that_inductor_measures_have_the_requested_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
     real = CompiledHalf.__init__

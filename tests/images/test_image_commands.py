@@ -177,6 +177,7 @@ def test_bench_qwen(tmp_path: Path, capsys: Capture) -> None:
     assert lines[-1].startswith("64², 2 steps, 1 transformer layers, FP32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vae", [*VAES, "tiny-wan-vae"])
 def test_bench_vae(vae: str, tmp_path: Path, capsys: Capture) -> None:
     picture = tmp_path / "both.png"
@@ -230,6 +231,7 @@ def test_bench_vae_fails_if_a_system_disagrees_or_fails(
 UNETS = "bench-unet --sd-dir tiny-random --size 64 --rounds 1 --unet-rounds 1"
 
 
+@pytest.mark.slow
 def test_bench_unet_compares_with_both_eagers(tmp_path: Path, capsys: Capture) -> None:
     picture, output = tmp_path / "both.png", tmp_path / "bench.json"
     words = f"{UNETS} --systems eager-fp32,eager,native --dtype bf16 --steps 2 --img2img"

@@ -190,6 +190,7 @@ class Exported(Exception):
         raise cls(f"{component.name} to {folder.name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "file"),
     [

@@ -53,6 +53,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: (free, 2 * free))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_size_that_does_not_fit_is_refused_before_it_runs_and_tiles_fit(
     vae: Any, engine: str, monkeypatch: pytest.MonkeyPatch
@@ -74,6 +75,7 @@ def test_a_size_that_does_not_fit_is_refused_before_it_runs_and_tiles_fit(
     torch.testing.assert_close(vae.decode(latents).sample, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_error_has_both_numbers_and_offers_slices_for_several_images(
     vae: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def tile(vae: Any, size: int) -> None:
         vae.enable_tiling(size, size, size * 3 // 4, size * 3 // 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "engine"), ONE_EACH)
 def test_tiles_are_those_of_diffusers(name: str, engine: str) -> None:
     vae = make_vae(name)

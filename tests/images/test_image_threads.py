@@ -16,6 +16,7 @@ from vla_accel.images.stable import Request
 THREADS, CALLS = 4, 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "engine"), ONE_EACH[:2])
 @pytest.mark.parametrize("side", ["encode", "decode"])
 def test_each_thread_gets_its_own_picture(name: str, engine: str, side: str) -> None:
@@ -38,6 +39,7 @@ def test_threads_with_different_sizes_and_tiles_share_a_plugged_in_autoencoder()
     assert wrong_answers(lambda i: vae.decode(values[i]).sample, expected, 4) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_thread_gets_the_picture_of_its_own_prompt(engine: str) -> None:
     pipeline = accelerated(make_parts(), engine)

@@ -61,6 +61,7 @@ def test_a_pass_norms_conditions_and_adds(scaled: bool) -> None:
     torch.testing.assert_close(rows, rows_of(y + residual))
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(("options", "count"), [(["--few"], 10), pytest.param([], 15, marks=pytest.mark.slow)])
 def test_the_kernels_compute_what_their_references_do(options: list[str], count: int) -> None:

@@ -250,6 +250,7 @@ def test_launches(recorded: tuple[LoopCase, StreamedLoop, RecordedModule]) -> No
     assert all(size <= H200.shared_per_block for size in module.shared.values())
 
 
+@pytest.mark.slow
 def test_equal_steps_are_one_over_n_rounded_once() -> None:
     """The kernel's `dt` is the quotient in float32, whichever side divides."""
     for steps in range(1, 1001):

@@ -161,6 +161,7 @@ WIDENED = (
 """Plain, K shared, several blocks and parts, both operands shared, two resident, persistent."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", WIDENED)
 @pytest.mark.parametrize("kind", [FP8, INT8])
 def test_weights_of_one_byte_are_widened(tile: HopperTile, kind: torch.dtype, multiply: Multiply) -> None:
@@ -203,6 +204,7 @@ ACTIVATIONS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "kind", "quantize"),
     [
@@ -248,6 +250,7 @@ def width_for(tile: HopperTile) -> int:
 PREFIX = [pytest.param(101, *t.values, marks=t.marks) if hasattr(t, "values") else (101, t) for t in SOME]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "tile"), [*PREFIX[:4], *PREFIX[5:9], *few(1024, 2048)])
 def test_a_gated_residual_and_its_moments(rows: int, tile: HopperTile, multiply: Multiply) -> None:
     n, k = 192 if rows == 101 else 3 * tile.weight_rows, 320 if rows == 101 else width_for(tile)
@@ -400,6 +403,7 @@ def test_moments_of_a_normed_product(rows: int, tile: HopperTile, multiply: Mult
     torch.testing.assert_close(moments.squares, real.squares, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "tile"), few(8192, 1024, 8192))
 def test_gate_and_up_of_normed_rows(rows: int, tile: HopperTile, multiply: Multiply) -> None:
     half, k = 3 * tile.weight_rows // 2, width_for(tile)
@@ -418,6 +422,7 @@ def test_gate_and_up_of_normed_rows(rows: int, tile: HopperTile, multiply: Multi
         assert whole[0].isnan().all() and whole[-1].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "tile"), few(2560, 1024, 256))
 def test_rotated_heads_of_normed_rows(rows: int, tile: HopperTile, multiply: Multiply) -> None:
     """Sequences begin after prefixes of different lengths."""

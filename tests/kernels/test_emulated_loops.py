@@ -76,6 +76,7 @@ def assert_near(loops: Loops, got: Tensor) -> None:
     assert_as_near(got, plain, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_the_loop_is_as_near_as_fused_ops(name: str, emulated: Path) -> None:
     loops = Loops(CASES[name])

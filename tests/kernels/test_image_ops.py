@@ -120,6 +120,7 @@ def test_attention_by_products(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
 # -- kernels ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(("options", "count"), [(["--few"], 76), pytest.param([], 157, marks=pytest.mark.slow)])
 def test_kernels_compute_what_the_references_do(options: list[str], count: int) -> None:

@@ -83,6 +83,7 @@ def assert_near(loops: Loops, got: Tensor) -> None:
     assert_as_near(got, loops.moved(loops.fused("bf16"), loops.placed(beyond=0.0)), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_the_loop_is_as_near_as_fused_ops_and_repeats_its_bits(name: str, emulated: Path) -> None:
     case, blocks = CASES[name]
@@ -96,6 +97,7 @@ def test_the_loop_is_as_near_as_fused_ops_and_repeats_its_bits(name: str, emulat
     assert loop.module.launches == ["denoise"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "shared"), [(1, H200.shared_per_block), (11, RTX_4090.shared_per_block)])
 def test_the_result_does_not_depend_on_the_gpu(blocks: int, shared: int, emulated: Path) -> None:
     """A GPU's multiprocessors and its shared memory decide who computes what, and no sum."""

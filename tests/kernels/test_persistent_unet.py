@@ -106,6 +106,7 @@ def correct(folder: Path) -> Tensor:
 QUICK = ("DDPM", "two levels, three taps, other groups")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_the_kernel_is_as_near_as_fused_ops_and_repeats_its_bits(name: str, emulated: Path) -> None:
     unet = Unet(emulated, **CASES[name])
@@ -116,6 +117,7 @@ def test_the_kernel_is_as_near_as_fused_ops_and_repeats_its_bits(name: str, emul
     assert program.unet.module.launches == ["unet"] * 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "shared"), [
     (1, H200.shared_per_block), pytest.param(17, 64 * 1024, marks=pytest.mark.slow),
 ])  # fmt: skip

@@ -117,6 +117,7 @@ def test_an_image_of_the_size_stays() -> None:
     assert resample(image, method) is image and fit_of(256, 256, 256, method, CPU) is None
 
 
+@pytest.mark.slow
 def test_the_kernels_are_the_host_s_too() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment)

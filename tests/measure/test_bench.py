@@ -252,6 +252,7 @@ def test_scales_are_not_calibrated_while_a_policy_loads(small: Factory, monkeypa
     assert told == [21, 35, 21], "with other steps nothing is loaded anew"
 
 
+@pytest.mark.slow
 def test_other_projects_code_holds_what_the_allocator_gave(small: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     there = [5 << 30]
 
@@ -390,6 +391,7 @@ def test_realtime_vla_is_fed_as_its_own_benchmark_does(
             bench_card(family).from_checkout("realtime-vla-autotune", tmp_path, **given)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_leaves_its_rows(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_off(systems: list[System], *arguments: Any, **options: Any) -> list[dict[str, Any]]:
         if systems[0].steps == 1:
@@ -421,6 +423,7 @@ def test_which_systems_take_turns(tmp_path: Path) -> None:
         chosen("eager", "openpi-eager", fitted=False)
 
 
+@pytest.mark.slow
 def test_a_baseline_is_made_once_and_a_slow_system_timed_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -244,6 +244,7 @@ def groot(folder: Path) -> list[dict[str, Any]]:
     return [groot_folders.observation(seed) for seed in range(FEWEST)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [pi05, *(pytest.param(one, marks=pytest.mark.slow) for one in (smolvla, groot))])
 def test_the_command_writes_a_configuration_that_others_take(
     write: Callable[[Path], list[dict[str, Any]]],

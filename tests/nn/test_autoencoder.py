@@ -124,6 +124,7 @@ def test_float16_inside_is_finer_than_the_bfloat16_round_it(vae: Any) -> None:
         NativeHalf(coarse, torch.float16)
 
 
+@pytest.mark.slow
 def test_the_quickest_program_is_measured_once_a_size(vae: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     image, _ = inputs(vae)
     encoder, _ = split_autoencoder(vae)

@@ -196,6 +196,7 @@ def test_norms_inside_the_products_agree_with_eager(
     assert any("norms inside" in str(entry["detail"]) for entry in got["engines"])
 
 
+@pytest.mark.slow
 def test_lower_precisions_are_as_near_as_eagers(folder: Path, eager: OptimizedPolicy) -> None:
     def error(policy: OptimizedPolicy) -> float:
         given, start = observed(eager, 0), noise(eager, 1)[0]

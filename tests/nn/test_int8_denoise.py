@@ -114,6 +114,7 @@ def test_it_is_as_near_as_eager_to_the_dequantised_network(flow_folders: dict[st
     assert_as_near(got, plain, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_ledger_and_the_memory_say_so(name: str, flow_folders: dict[str, Path]) -> None:
     narrow, plain = policy_of(flow_folders[name]), policy_of(flow_folders[name], "auto")

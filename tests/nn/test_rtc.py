@@ -63,6 +63,7 @@ def test_the_guidance_weight_is_the_papers_and_bounded() -> None:
     assert guidance_weight(0.3, 1.5) == 1.5
 
 
+@pytest.mark.slow
 def test_by_default_a_step_moves_by_no_more_than_the_error() -> None:
     """The bound of equal steps is their number, to the last bit of a kernel's float32."""
     for steps in range(1, 1001):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -30,6 +31,7 @@ def test_nothing_is_drawn_inside_and_all_outside() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_start_does_not_import_torch_s_compiler() -> None:
     """It would take as long as everything else together."""
     code = """

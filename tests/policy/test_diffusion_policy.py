@@ -55,6 +55,7 @@ def noise(policy: OptimizedPolicy) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(policy.noise_shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_native_engine_agrees_with_eager(variant: str) -> None:
     config = config_of(**VARIANTS[variant])

@@ -204,6 +204,7 @@ def test_pixel_maps_follow_the_camera_sizes(
     assert all(abs(bars - black).max() > 1e-3 for bars, black in zip(answers[:2], answers[2:], strict=True))
 
 
+@pytest.mark.slow
 def test_another_shape_runs_its_own_vision(policy: OptimizedPolicy, plain: OptimizedPolicy, log: list[str]) -> None:
     longer = tiny_observation(1, "bowl " * 22)
     want = answer(plain, longer)

@@ -85,6 +85,7 @@ def export_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "family"), [pytest.param(*case, marks=[pytest.mark.slow] * (case != QUICK)) for case in CASES]
 )
@@ -108,6 +109,7 @@ def test_the_files_give_the_policys_actions(form: str, family: str, export_of: C
             assert np.abs(runner.run({**arrays, name: other}) - expected).max() > 1e-4 * scale, name
 
 
+@pytest.mark.slow
 def test_the_script_runs_without_this_package(tmp_path: Path, export_of: Callable[[str, str], Path]) -> None:
     folder = shutil.copytree(export_of(*QUICK), tmp_path / "out")
     hidden = "import sys; sys.modules['vla_accel'] = None; sys.argv = sys.argv[1:]; import runpy; "
@@ -137,6 +139,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], write: Callable[
     return capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--format", "torch-export")
     found = refused(tmp_path / "tokens", capsys, tiny_pi0_fast.write_lerobot, *words)

@@ -107,6 +107,7 @@ def test_parity_compares_what_the_family_says(capsys: pytest.CaptureFixture[str]
     assert [e["used"] for e in found["engines"]] == ["native", "eager"] and found["model"]["kind"] == "toy"
 
 
+@pytest.mark.slow
 def test_bench_times_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "--model", "toy", "--steps", "2,1", "--calls", "1", "--device", "cpu", "--batch", "2"]
     assert cli.main(words) == 0

@@ -191,6 +191,7 @@ def test_a_loop_without_guidance_is_the_same_bit_for_bit(folder: Path) -> None:
     assert torch.equal(denoise.outputs["actions"], plain)
 
 
+@pytest.mark.slow
 def test_the_demo_goes_on_where_the_last_chunk_was() -> None:
     """The frozen actions come back within 0.08 of normalised ranges that are 2 wide, ten times nearer than without
     guidance: the last of ten Euler steps leaves 9 % of what the flow still disagrees by."""

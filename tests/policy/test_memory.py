@@ -75,6 +75,7 @@ def test_a_policy_read_part_by_part_computes_the_same_bits(
     np.testing.assert_array_equal(actions(parts.with_steps(3)), actions(whole.with_steps(3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [pytest.param(NATIVE, marks=pytest.mark.slow), FP8, EAGER])
 def test_each_weight_is_there_once(tmp_path: Path, config: PolicyConfig) -> None:
     write_tiny_checkpoint(tmp_path, "pi05", seed=1)

@@ -50,6 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {variant: write(tmp_path_factory.mktemp(variant) / variant, variant) for variant in VARIANTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_actions_are_openvla_ofts(folders: dict[str, Path], variant: str, engine: str) -> None:
@@ -299,6 +300,7 @@ def test_bad_input_is_one_error(folders: dict[str, Path]) -> None:
         policy_of(folders["libero"], schedule="cubic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["auto", "fp8", "int8"])
 def test_random_weights_of_any_size_in_each_precision(folders: dict[str, Path], precision: str) -> None:
     """FP8 and INT8 of the language model stay near the same weights in float32."""

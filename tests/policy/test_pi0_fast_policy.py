@@ -55,6 +55,7 @@ def policy(folder: Path) -> OptimizedPolicy:
     return OptimizedPolicy.from_pretrained(folder, RELAXED)
 
 
+@pytest.mark.slow
 def test_a_batch_is_its_rows_and_the_formulas(policy: OptimizedPolicy) -> None:
     given = [observation(i, p) for i, p in enumerate(PROMPTS)]
     together = policy.infer_batch(given)
@@ -142,6 +143,7 @@ def test_the_native_engine_writes_the_same(folder: Path, policy: OptimizedPolicy
     assert native.memory()["unused"] == 0
 
 
+@pytest.mark.slow
 def test_bench_says_what_a_token_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vla_accel import cli
 
@@ -160,6 +162,7 @@ def test_bench_says_what_a_token_takes(tmp_path: Path, monkeypatch: pytest.Monke
         assert row["work"]["decode"]["bytes"] > 0
 
 
+@pytest.mark.slow
 def test_work_counts_what_a_token_must_read() -> None:
     """5 GB a token in BF16, of which the head is 1.05; the cache of 580 tokens is 11 MB (hand-counted)."""
     config = bench_card(PI0_FAST).published()

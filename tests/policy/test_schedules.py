@@ -123,6 +123,7 @@ def test_equal_steps_keep_every_bit(flow_folders: dict[str, Path], family: str) 
     assert np.array_equal(found, actions(load(flow_folders[family], num_steps=3))), "the default"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_is_eager_and_a_schedule_is_another_policy(flow_folders: dict[str, Path], family: str) -> None:
     """Policies that share a store do not share the tables of their steps."""

@@ -89,6 +89,7 @@ def test_a_baseline_that_is_not_installed_says_what_to_install(monkeypatch: pyte
         bench_card(SMOLVLA).baseline("lerobot-eager", horizon=50, steps=10, device="cpu")
 
 
+@pytest.mark.slow
 def test_work_counts_what_a_call_must_do() -> None:
     """The published floors: 0.58 TFLOP of two views, 0.195 GB of expert a step (hand-counted, within 5 %)."""
     config = bench_card(SMOLVLA).published()

@@ -37,6 +37,7 @@ def mixed(policy: OptimizedPolicy, chunk: np.ndarray, noise: np.ndarray, start: 
     return (start * noise + (1 - start) * np.concatenate((previous, last)))[None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [(1.0, 0.0), TIMES])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_warm_call_is_euler_from_the_mixed_start(

@@ -242,6 +242,7 @@ def hung() -> Iterator[tuple[str, threading.Event]]:
         end.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["runner", "alone"])
 def test_ctrl_c_ends_a_program_whose_server_hangs(kind: str, hung: tuple[str, threading.Event]) -> None:
     address, hangs = hung
@@ -300,6 +301,7 @@ def test_the_end_of_a_block_does_not_replace_its_exception(monkeypatch: pytest.M
                 raise inside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("encrypted", "closes"), [(False, False), (True, False), (False, True)])
 def test_a_server_that_stops_reading_cannot_block_a_client(
     encrypted: bool, closes: bool, make_certificate: Any

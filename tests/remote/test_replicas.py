@@ -102,6 +102,7 @@ def test_requests_of_one_connection_are_answered_in_order(server: PolicyServer, 
     assert {answer["pid"] for answer in answers} == set(pids(server))
 
 
+@pytest.mark.slow
 def test_a_killed_replica_loses_no_answer(
     server: PolicyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ def test_frames_larger_than_the_shared_memory_arrive(server: PolicyServer) -> No
             np.testing.assert_array_equal(client.infer(large)["actions"], expected_actions(large["observation/state"]))
 
 
+@pytest.mark.slow
 def test_a_frame_is_not_overwritten_by_the_batch_behind_it(single: PolicyServer, tmp_path: Path) -> None:
     """The process still reads the first frame when the second arrives."""
     images = [np.full((224, 224, 3), number, np.uint8) for number in (7, 1, 2)]

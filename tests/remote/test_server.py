@@ -252,6 +252,7 @@ def test_clients_choose_a_policy_by_key_or_by_path() -> None:
     assert loads == ["three", "two", "one"], "each once"
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_policy_is_unloaded(caplog: pytest.LogCaptureFixture) -> None:
     loads: list[str] = []
     some = registry(loads, budget=29)

@@ -188,6 +188,7 @@ def test_each_message_has_a_clock_of_its_own(patient: tuple[PolicyServer, EchoPo
             assert unpack_map(client.frame()[1])["actions"][0, 0] == 3
 
 
+@pytest.mark.slow
 def test_a_client_that_sends_without_reading_is_slowed_down_and_answered_in_order(
     patient: tuple[PolicyServer, EchoPolicy],
 ) -> None:
@@ -288,6 +289,7 @@ def test_a_client_that_leaves_costs_nothing_more() -> None:
         assert "vla_accel_errors_total{" not in get(server.address, "/metrics")[2]
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded_under_garbage_and_announced_payloads() -> None:
     frames = [data for data, _ in HOSTILE.values()] + [b"\xdd\x00\x0f\x42\x40" + b"\x80" * 1_000_000]
     with echo_process() as address, contextlib.ExitStack() as stack:

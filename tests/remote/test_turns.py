@@ -362,6 +362,7 @@ def test_the_rates_of_many_clients_take_bounded_memory(clock: types.SimpleNamesp
     assert [slow.spend("a", 1) for _ in range(2)] == [0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_fast_client_waits_and_its_answers_report_it(clock: types.SimpleNamespace, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("fast: k1\nslow: k2\n")

@@ -82,6 +82,7 @@ PLAIN_ARRAYS = hnp.arrays(
 )
 
 
+@pytest.mark.slow
 @QUICK
 @given(PLAIN_ARRAYS)
 def test_arrays_arrive_unchanged(value: np.ndarray) -> None:
@@ -245,6 +246,7 @@ def a_value_or_a_wire_error(data: bytes) -> None:
     assert decoder_peak(data) <= allowed_peak(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [200, pytest.param(1500, marks=pytest.mark.slow)])
 def test_any_bytes_are_a_value_or_a_wire_error(examples: int) -> None:
     settings(QUICK, max_examples=examples)(given(messages())(a_value_or_a_wire_error))()

@@ -60,6 +60,7 @@ def observations(checkpoint: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_candidates_are_measured_against_the_same_answers(checkpoint: Path) -> None:
     seen = observations(checkpoint)
     base = PolicyConfig(num_steps=2, device="cpu", strict=True)
