@@ -80,7 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption(option, default=None, help=f"interpreter of an environment with {project} (see CONTRIBUTING)")
     parser.addoption("--xpolicylab", default=None, help="a clone of XPolicyLab (see CONTRIBUTING)")
     parser.addoption(
-        "--full-size", action="store_true", help="also build Stable Diffusion's UNet at its full size, for minutes"
+        "--full-size", action="store_true", help="also build image models at their published sizes, for minutes"
     )
     parser.addoption(
         "--round-otherwise", action="store_true", help="matrix products on the CPU sum and round in another order"

@@ -65,6 +65,7 @@ def seen(folder: Path, count: int = 3) -> list[dict[str, Any]]:
 FAMILIES = pytest.mark.parametrize("write", [smolvla, groot, act, diffusion_policy])
 
 
+@pytest.mark.slow
 def test_smolvla_is_calibrated_for_native_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The scales lie where a policy finds them, and are of every product that it then has in FP8."""
     folder, recorded = smolvla(tmp_path / "smolvla"), tmp_path / "observations.npz"

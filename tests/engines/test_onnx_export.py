@@ -17,7 +17,6 @@ from tests.support import (
     evo1_folders,
     groot_folders,
     molmoact2_folders,
-    starvla_folders,
     tiny_multi_task_dit,
     tiny_smolvla,
     vla_jepa_folders,
@@ -166,11 +165,9 @@ def test_parts_of_a_policy_export(tmp_path: Path, part: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "smolvla", "groot", "groot_n16", "groot_n15", "vla_jepa", "starvla_groot", "evo1", "xvla", "molmoact2",
-        "multi_task_dit",
-    ],
-)  # fmt: skip
+    # GR00T N1.6 and starVLA are made of the same modules as N1.7, N1.5 and VLA-JEPA.
+    ["smolvla", "groot", "groot_n15", "vla_jepa", "evo1", "xvla", "molmoact2", "multi_task_dit"],
+)
 def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if name == "smolvla":
         # Where actions only cross, a row without a real token would attend to nothing.
@@ -181,7 +178,7 @@ def test_every_component_of_a_family_exports(name: str, tmp_path: Path, request:
     else:
         made = {**groot_folders.OBSERVATIONS, "vla_jepa": vla_jepa_folders.observation}
         made |= {"evo1": evo1_folders.observation, "xvla": xvla_folders.observation}
-        made |= {"starvla_groot": starvla_folders.observation, "molmoact2": lambda: molmoact2_folders.given()[0]}
+        made |= {"molmoact2": lambda: molmoact2_folders.given()[0]}
         make = made[name]
         folder, observation = request.getfixturevalue("flow_folders")[name], make()
     policy = OptimizedPolicy.from_pretrained(folder, device="cpu")

@@ -1,4 +1,4 @@
-"""TensorRT-RTX builds without a GPU: the demo policy, full-size SigLIP and FP8 layers, and builds that fail."""
+"""TensorRT-RTX builds without a GPU: the demo policy, SigLIP's and Gemma's layers, and builds that fail."""
 
 from __future__ import annotations
 
@@ -207,10 +207,11 @@ def filled(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_full_size_siglip_in_fp16(library: Library, tmp_path: Path) -> None:
-    """27 layers, width 1152: one engine with every weight in it."""
+def test_siglip_of_the_published_width_in_fp16(library: Library, tmp_path: Path) -> None:
+    """Layers of width 1152: one engine with every weight in it."""
+    depth = 8
     with torch.device("meta"):
-        tower = SiglipVision(SiglipConfig())
+        tower = SiglipVision(SiglipConfig(depth=depth))
         for part in (*tower.layers, tower.post_layernorm):
             part.half()
     tower = filled(tower)
@@ -221,17 +222,18 @@ def test_full_size_siglip_in_fp16(library: Library, tmp_path: Path) -> None:
         (TensorSpec("features", (2, 256, 1152), torch.float16),),
     )
     graph = export(component, tower, tmp_path, verify=False)
-    assert graph.operators["Softmax"] == 27 and torch.float16 in graph.dtypes
+    assert graph.operators["Softmax"] == depth and torch.float16 in graph.dtypes
     plan = build(library, graph, component, TARGETS[-1])
-    assert 820e6 < plan.size < 850e6, "two bytes a weight, each once"
+    stored = 2 * sum(p.numel() for p in tower.parameters())
+    assert stored < plan.size < 1.05 * stored, "two bytes a weight, each once"
     dtypes = layer_counts(plan)
-    assert dtypes["half"] > 1500 and dtypes["float"] < 20, "float32: the embeddings, as in the model"
+    assert dtypes["half"] > 55 * depth and dtypes["float"] < 20, "float32: the embeddings, as in the model"
 
 
 @pytest.mark.slow
 def test_gemma_layers_with_fp8_weights(library: Library, tmp_path: Path) -> None:
-    """Two layers of the 2B prefix: the first whole with its MLP in FP8, the second up to its keys and values."""
-    width, hidden = 2048, 16_384
+    """Two layers of a prefix: the first whole with its MLP in FP8, the second up to its keys and values."""
+    width, hidden = 1024, 8192
     prefix = GemmaConfig(width, 2, hidden)
     config = Pi0Config(vision=SiglipConfig(16, 1, 16, 1), prefix=prefix, expert=GemmaConfig(64, 2, 64), vocab_size=64)
     with torch.device("meta"):

@@ -239,7 +239,9 @@ def test_the_unet_is_exported_once_and_built_once(
 
 
 @pytest.mark.slow
-def test_the_full_size_autoencoder_builds_with_nine_profiles(tmp_path: Path) -> None:
+def test_the_full_size_autoencoder_builds_with_nine_profiles(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--full-size"):
+        pytest.skip("NOT RUN: needs --full-size (see CONTRIBUTING)")
     report = command("build-vae", "--vae", "qwen-vae", "--output-dir", str(tmp_path), "--targets", "sm89")
     encoder, decoder = report["files"]
     assert encoder["profiles"] == decoder["profiles"] == 9

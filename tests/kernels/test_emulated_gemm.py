@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,15 @@ def few(n: int, k: int, paired: int = 0) -> Any:
     return found
 
 
+def in_turns(tiles: Iterable[Any], *variants: Any) -> list[Any]:
+    """Each row of `tiles`, rows and a tile, with one of the variants, in turns."""
+    found = []
+    for one, variant in zip(tiles, itertools.cycle(variants)):
+        marks, name = getattr(one, "marks", ()), getattr(one, "id", None)
+        found.append(pytest.param(*getattr(one, "values", one), variant, id=name, marks=marks))
+    return found
+
+
 def width_for(tile: HopperTile) -> int:
     """The columns of x with which stages are used again, and the last block has a chunk less and 8 columns of its
     last."""
@@ -250,27 +260,34 @@ def width_for(tile: HopperTile) -> int:
 PREFIX = [pytest.param(101, *t.values, marks=t.marks) if hasattr(t, "values") else (101, t) for t in SOME]  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rows", "tile"), [*PREFIX[:4], *PREFIX[5:9], *few(1024, 2048)])
-def test_a_gated_residual_and_its_moments(rows: int, tile: HopperTile, multiply: Multiply) -> None:
+@pytest.mark.parametrize(
+    ("rows", "tile", "variant"),
+    in_turns(
+        [*PREFIX[:4], *PREFIX[5:9], *few(1024, 2048)],
+        (BF16, True, "scaled"), (BF16, False, "plain"), (FP16, True, "none"),
+    ),
+)  # fmt: skip
+def test_a_gated_residual_and_its_moments(
+    rows: int, tile: HopperTile, variant: tuple[torch.dtype, bool, str], multiply: Multiply
+) -> None:
     n, k = 192 if rows == 101 else 3 * tile.weight_rows, 320 if rows == 101 else width_for(tile)
     gate, scale = drawn(n, seed=2), drawn(n, seed=3) / 4
-    for kind, gated, written in ((BF16, True, "scaled"), (BF16, False, "plain"), (FP16, True, "none")):
-        x, weights = drawn(rows, k).to(kind), scaled(kind, n, k, bias=not gated)
-        out, whole = buffer(rows, n, kind)
-        want = out.copy_(drawn(rows, n, seed=5)).float()
-        moments = None if written == "none" else Moments.like(out, 64, written == "scaled")
-        epilogue = Epilogue(gate=gate if gated else None, residual=True, moments=moments, next_scale=scale)
-        gemm(x.float(), wide(weights), want, replace(epilogue, moments=None))
-        multiply(x, weights, out, tile, epilogue)
-        is_close(out, want, kind)
-        assert whole[0].isnan().all() and whole[-1].isnan().all()
-        if moments is not None:
-            # They are moments of the rounded rows, so the product's own roundings do not matter.
-            real = moments_of(out, scale if written == "scaled" else None, 64)
-            torch.testing.assert_close(moments.sums, real.sums, atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(moments.squares, real.squares, atol=1e-4, rtol=1e-4)
-            assert moments.scaled is None or (real.scaled is not None and torch.equal(moments.scaled, real.scaled))
+    kind, gated, written = variant
+    x, weights = drawn(rows, k).to(kind), scaled(kind, n, k, bias=not gated)
+    out, whole = buffer(rows, n, kind)
+    want = out.copy_(drawn(rows, n, seed=5)).float()
+    moments = None if written == "none" else Moments.like(out, 64, written == "scaled")
+    epilogue = Epilogue(gate=gate if gated else None, residual=True, moments=moments, next_scale=scale)
+    gemm(x.float(), wide(weights), want, replace(epilogue, moments=None))
+    multiply(x, weights, out, tile, epilogue)
+    is_close(out, want, kind)
+    assert whole[0].isnan().all() and whole[-1].isnan().all()
+    if moments is not None:
+        # They are moments of the rounded rows, so the product's own roundings do not matter.
+        real = moments_of(out, scale if written == "scaled" else None, 64)
+        torch.testing.assert_close(moments.sums, real.sums, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(moments.squares, real.squares, atol=1e-4, rtol=1e-4)
+        assert moments.scaled is None or (real.scaled is not None and torch.equal(moments.scaled, real.scaled))
 
 
 @pytest.mark.parametrize("tile", [TILES[1], TILES[7], TILES[10]])
@@ -403,42 +420,46 @@ def test_moments_of_a_normed_product(rows: int, tile: HopperTile, multiply: Mult
     torch.testing.assert_close(moments.squares, real.squares, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rows", "tile"), few(8192, 1024, 8192))
-def test_gate_and_up_of_normed_rows(rows: int, tile: HopperTile, multiply: Multiply) -> None:
+@pytest.mark.parametrize(
+    ("rows", "tile", "variant"),
+    in_turns(
+        few(8192, 1024, 8192),
+        (BF16, Activation.GEGLU, True), (BF16, Activation.SWIGLU, False), (FP16, Activation.SWIGLU, True),
+    ),
+)  # fmt: skip
+def test_gate_and_up_of_normed_rows(
+    rows: int, tile: HopperTile, variant: tuple[torch.dtype, Activation, bool], multiply: Multiply
+) -> None:
     half, k = 3 * tile.weight_rows // 2, width_for(tile)
-    for kind, activation, shifted in (
-        (BF16, Activation.GEGLU, True),
-        (BF16, Activation.SWIGLU, False),
-        (FP16, Activation.SWIGLU, True),
-    ):
-        x, norm = modulated(rows, k, kind)
-        weights = Linear(drawn(2 * half, k, seed=2).to(kind) * k**-0.5)
-        epilogue = Epilogue(shift=drawn(2 * half, seed=3) if shifted else None, activation=activation)
-        (out, whole), want = buffer(rows, half, kind), torch.empty(rows, half)
-        gemm(x, weights, want, epilogue, norm)
-        multiply(x, weights, out, tile, epilogue, norm)
-        is_close(out, want, kind)
-        assert whole[0].isnan().all() and whole[-1].isnan().all()
+    kind, activation, shifted = variant
+    x, norm = modulated(rows, k, kind)
+    weights = Linear(drawn(2 * half, k, seed=2).to(kind) * k**-0.5)
+    epilogue = Epilogue(shift=drawn(2 * half, seed=3) if shifted else None, activation=activation)
+    (out, whole), want = buffer(rows, half, kind), torch.empty(rows, half)
+    gemm(x, weights, want, epilogue, norm)
+    multiply(x, weights, out, tile, epilogue, norm)
+    is_close(out, want, kind)
+    assert whole[0].isnan().all() and whole[-1].isnan().all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rows", "tile"), few(2560, 1024, 256))
-def test_rotated_heads_of_normed_rows(rows: int, tile: HopperTile, multiply: Multiply) -> None:
+@pytest.mark.parametrize(("rows", "tile", "variant"), in_turns(few(2560, 1024, 256), (BF16, True), (FP16, False)))
+def test_rotated_heads_of_normed_rows(
+    rows: int, tile: HopperTile, variant: tuple[torch.dtype, bool], multiply: Multiply
+) -> None:
     """Sequences begin after prefixes of different lengths."""
     batch, k, heads, kv_heads = SEQUENCES[rows], width_for(tile), 3, 2
     tokens, n = rows // batch, (heads + 2 * kv_heads) * HEAD
     cos, sin = rope_tables(90 + tokens, HEAD, torch.device("cpu"))
     rope = Rotation(cos, sin, torch.tensor([90, 5, 31, 64][:batch], dtype=torch.int32))
-    for kind, shifted in ((BF16, True), (FP16, False)):
-        x, norm = modulated(rows, k, kind)
-        weights = Linear(drawn(n, k, seed=2).to(kind) * k**-0.5)
-        made = [buffer(rows, count * HEAD, kind) for count in (heads, kv_heads, kv_heads)]
-        out = Heads(*(one.view(batch, tokens, -1, HEAD) for one, _ in made))
-        want = Heads(*(torch.empty(one.shape) for one in (out.q, out.k, out.v)))
-        epilogue = Epilogue(shift=drawn(n, seed=3) if shifted else None, rope=rope)
-        gemm(x, weights, want, epilogue, norm)
-        multiply(x, weights, out, tile, epilogue, norm)
-        for name in "qkv":
-            is_close(getattr(out, name), getattr(want, name), kind)
-        assert all(whole[0].isnan().all() and whole[-1].isnan().all() for _, whole in made)
+    kind, shifted = variant
+    x, norm = modulated(rows, k, kind)
+    weights = Linear(drawn(n, k, seed=2).to(kind) * k**-0.5)
+    made = [buffer(rows, count * HEAD, kind) for count in (heads, kv_heads, kv_heads)]
+    out = Heads(*(one.view(batch, tokens, -1, HEAD) for one, _ in made))
+    want = Heads(*(torch.empty(one.shape) for one in (out.q, out.k, out.v)))
+    epilogue = Epilogue(shift=drawn(n, seed=3) if shifted else None, rope=rope)
+    gemm(x, weights, want, epilogue, norm)
+    multiply(x, weights, out, tile, epilogue, norm)
+    for name in "qkv":
+        is_close(getattr(out, name), getattr(want, name), kind)
+    assert all(whole[0].isnan().all() and whole[-1].isnan().all() for _, whole in made)

@@ -147,10 +147,10 @@ def launched() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("versions", GENERATIONS, ids=" ".join)
+@pytest.mark.parametrize("versions", [found[:1] if "11.0" in found else found for found in GENERATIONS], ids=" ".join)
 def test_each_kernel_compiles_for_each_capability(versions: tuple[str, ...], tmp_path: Path) -> None:
     """SmolVLA's, GR00T's, π0-FAST's, the image models' and loops with INT8 weights, where the models above do not
-    have them: once each, in an ordinary tile."""
+    have them: once each, in an ordinary tile. Triton makes the same code for 11.0 as for 10.0."""
     rows = compiled_for(versions, tmp_path, "each")
     for row in rows:
         # Of the ways to attend with very wide heads this one is out where a block has 99 KB.

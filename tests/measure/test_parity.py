@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ from vla_accel.ledger import Ledger
 from vla_accel.measure.parity import FLIP_RATE, LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import save_observations
+from vla_accel.nn.bart import BartConfig
+from vla_accel.nn.davit import DavitConfig
 from vla_accel.nn.flow import Schedule
 from vla_accel.nn.gemma import GemmaConfig
 from vla_accel.nn.molmo_vision import MolmoVisionConfig
@@ -214,7 +217,10 @@ def narrower(name: str) -> Any:
         vision = MolmoVisionConfig(**tower, levels=(3, 1), pool_width=64, pool_heads=2, hidden=256)
         prefix, expert = MolmoTextConfig(96, 8, 192, 4, 2, 32), MolmoExpertConfig(64, 128, 2, 8)
         return molmoact2(vision=vision, prefix=prefix, expert=expert)
-    return xvla(width=128, depth=24, heads=4, mlp_dim=256)
+    stages = tuple(replace(one, width=one.width // 4, heads=one.heads // 4, groups=one.groups // 4)
+                   for one in DavitConfig().stages)  # fmt: skip
+    encoder = BartConfig(width=256, mlp_dim=1024, heads=4)
+    return xvla(vision=DavitConfig(stages), encoder=encoder, width=128, depth=24, heads=4, mlp_dim=256)
 
 
 @pytest.mark.parametrize("name", ["fastwam", "molmoact2", pytest.param("xvla", marks=pytest.mark.slow)])

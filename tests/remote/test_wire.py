@@ -252,6 +252,7 @@ def test_any_bytes_are_a_value_or_a_wire_error(examples: int) -> None:
     settings(QUICK, max_examples=examples)(given(messages())(a_value_or_a_wire_error))()
 
 
+@pytest.mark.slow
 @QUICK
 @given(VALUES)
 def test_the_survey_accepts_what_msgpack_reads(value: Any) -> None:
