@@ -288,3 +288,21 @@ def test_causal_attention_has_more_tiles_on_hopper() -> None:
         assert causal_tiles(gpu, 490, 128) == [default]
     assert causal_tiles(H200, 20, 128) == [few] and causal_tiles(H200, 490, 256) == [default]
     assert choice.fastest_causal_tile(SHAPE, None, ON_CPU) is None
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_causal_tiles_are_measured_with_padding_if_the_program_has_it(
+    padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def measured(what: str, candidates: Any, runtime: Runtime, repeats: int) -> Fastest:
+        for call in candidates.values():
+            call()
+        return Fastest(next(iter(candidates)), {})
+
+    monkeypatch.setattr(choice, "remembered", measured)
+    monkeypatch.setattr(choice, "random_tensors", lambda shape, _: random_tensors(shape, CPU))
+    monkeypatch.setattr(choice, "causal_attention", lambda q, k, v, out, starts, together, **_: seen.append(starts))
+    assert choice.fastest_causal_tile(replace(SHAPE, padded=padded), None, ON_GPU) is not None
+    assert seen and all((starts is not None) == padded for starts in seen)

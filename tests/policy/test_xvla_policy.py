@@ -33,8 +33,11 @@ from vla_accel.families.family import family_named
 from vla_accel.families.loading import load
 from vla_accel.families.xvla.network import xvla
 from vla_accel.families.xvla.transforms import axis_angles
+from vla_accel.kernels.attention import choice
+from vla_accel.kernels.autotune import Fastest
 from vla_accel.measure.parity import compare
 from vla_accel.measure.random_policy import random_policy
+from vla_accel.nn import native_davit
 from vla_accel.transforms.robots import XVLA_LIBERO
 
 PARTS = ("vision", "kv_cache", "denoise")
@@ -333,6 +336,38 @@ def test_scales_are_of_the_inputs_that_engines_quantise(folder: Path) -> None:
     amax = bench_card(policy.family).calibrate(policy.model, [policy.processor.prepare(given()[0])], "a test").amax
     width = policy.model.config.width
     assert all(1.0 < amax[f"layers.{i}.{part}"] < width**0.5 for i in range(3) for part in ("qkv_proj", "fc1"))
+
+
+@pytest.mark.parametrize("found", ["own", "sdpa"])
+def test_the_measured_attention_is_what_vision_calls(found: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The own way is the kernel for windows; another backend's includes the copies into windows and back."""
+    calls: list[str] = []
+    stages: list[list[str]] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(native_davit, name)
+        return lambda *args: calls.append(name) or real(*args)
+
+    def measured(candidates: Any, runtime: Any, repeats: int) -> Fastest:
+        for name, call in candidates.items():
+            calls.clear()
+            call()
+            if calls:
+                stages.append([name, *calls])
+        return Fastest(found, {name: 1e-3 for name in candidates})
+
+    for name in ("window_attention", "windowed", "unwindowed"):
+        monkeypatch.setattr(native_davit, name, counted(name))
+    monkeypatch.setattr(choice, "fastest", measured)
+    spec = EngineSpec("native", attention="fastest")
+    policy = OptimizedPolicy.from_pretrained(
+        folder, PolicyConfig(device="cpu", precision="fp32").with_specs({"vision": spec})
+    )
+    observation = given()[0]
+    got, want = actions_of(policy, observation), actions_of(policy_of(folder, "native"), observation)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert stages[:2] == [["own", "window_attention"], ["sdpa", "windowed", "unwindowed"]]
+    assert f"attention {found}, the fastest" in policy.ledger.entries["vision"].detail
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "fastest"])

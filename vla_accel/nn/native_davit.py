@@ -6,6 +6,7 @@ the rows in place; windows are read from the rows of all products, so that paddi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_accel.kernels.activation import Activation
-from vla_accel.kernels.attention.choice import Choice, choose
+from vla_accel.kernels.attention.choice import Choice, choose, choose_fastest
 from vla_accel.kernels.attention.config import AttentionShape
 from vla_accel.kernels.attention.maps import Windows, channel_attention, unwindowed, window_attention, windowed
 from vla_accel.kernels.attention.ops import attend
@@ -85,7 +86,8 @@ class StageWeights:
 class StageProgram:
     """A stage on maps of a size. The rows are in `x` after a call, (N, H, W, C).
 
-    Attention by windows has a kernel of its own, which a library's backend replaces if it is requested by name.
+    Attention by windows has a kernel of its own, which a library's backend replaces if it is requested by name or
+    measured to be faster, with the copies into windows and back.
     """
 
     def __init__(self, weights: StageWeights, config: DavitConfig, size: Size, images: int, attention: str) -> None:
@@ -118,7 +120,17 @@ class StageProgram:
         shape = AttentionShape(
             self.images * count, inside, inside, heads, heads, dim, self.x.dtype, padded=False, quantised=False
         )
-        return choose(requested, shape, current(self.x.device))
+        runtime = current(self.x.device)
+        if requested != "fastest":
+            return choose(requested, shape, runtime)
+        qkv = torch.randn(self.images, self.rows // self.images, 3 * stage.width, device=self.x.device).to(self.x.dtype)
+
+        def trial(backend: str) -> Callable[[], None]:
+            if backend != "own":
+                choose(backend, shape, runtime)
+            return lambda: self._by_windows(backend, qkv, qkv[0, 0])
+
+        return choose_fastest(trial, runtime)
 
     def _tile(self, product: Linear) -> HopperTile | None:
         """The config of a product that adds to the rows, if the Hopper GEMM runs it."""
@@ -162,13 +174,18 @@ class StageProgram:
 
     def _attend(self, qkv: Tensor, product: Linear, *, by_windows: bool) -> None:
         """Enqueue attention of rows (N, pixels, 3 C) into `h`."""
+        if by_windows:
+            assert product.bias is not None
+            self._by_windows(self.attention.backend, qkv, product.bias)
+        else:
+            channel_attention(qkv, self.h.view(self.images, -1, self.weights.stage.width), self.weights.stage.groups)
+
+    def _by_windows(self, backend: str, qkv: Tensor, padding: Tensor) -> None:
+        """Enqueue attention by windows into `h`. `padding`: (3 C,), the queries, keys and values of padding."""
         stage, out = self.weights.stage, self.h.view(self.images, -1, self.weights.stage.width)
-        if not by_windows:
-            return channel_attention(qkv, out, stage.groups)
-        assert product.bias is not None
-        if self.attention.backend == "own":
-            return window_attention(qkv, product.bias, out, self.windows, stage.heads)
-        q, k, v = windowed(qkv, product.bias, self.pixels, stage.heads)
+        if backend == "own":
+            return window_attention(qkv, padding, out, self.windows, stage.heads)
+        q, k, v = windowed(qkv, padding, self.pixels, stage.heads)
         context = q.new_empty(*q.shape[:2], stage.width)
-        attend(self.attention.backend, q, k, v, context, None, tile=self.attention.tile)
+        attend(backend, q, k, v, context, None)
         out.copy_(unwindowed(context, self.places, self.images))

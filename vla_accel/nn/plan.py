@@ -10,7 +10,7 @@ text for the ledger tells which fusions run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ class StackPlan:
             padded=rows.padded, quantised=stored != dtype, stored=stored, last=rows.state_last,
         )  # fmt: skip
         if block.attention is Attention.CAUSAL:
-            self.tile = fastest_causal_tile(replace(sizes, padded=False), rows.together, current(device))
+            self.tile = fastest_causal_tile(sizes, rows.together, current(device))
             return None
         return choose(asked, sizes, current(device))
 

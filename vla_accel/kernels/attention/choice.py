@@ -62,6 +62,22 @@ def choose(requested: str, shape: AttentionShape, runtime: Runtime) -> Choice:
         text = [kernel.name if tile is None else f"{kernel.name} {tile}"]
         text += [f"CUDA C++ out: {reason}"] if reason else []
         return Choice("own", f"attention own ({'; '.join(text)})", tile)
+    what = f"attention of {shape}" if requested == "auto" else ""
+    return choose_fastest(lambda backend: _trial(backend, shape, runtime.device, tile), runtime, tile, reason, what)
+
+
+def choose_fastest(
+    trial: Callable[[str], Callable[[], None]], runtime: Runtime, tile: FlashTile | None = None,
+    why_not_cuda: str | None = None, what: str = "",
+) -> Choice:  # fmt: skip
+    """Measure the backends by the calls that a program makes.
+
+    Args:
+        trial: returns the program's call with a backend, or raises DependencyError or EngineError.
+        tile: the tile config of the backend "own".
+        why_not_cuda: as in `OwnKernel`.
+        what: the key under which the result is remembered; empty to measure anew.
+    """
     calls: dict[str, Callable[[], None]] = {}
     rejected: dict[str, str] = {}
     for backend in BACKENDS:
@@ -69,17 +85,14 @@ def choose(requested: str, shape: AttentionShape, runtime: Runtime) -> Choice:
             rejected[backend] = "not installed"
             continue
         try:
-            calls[backend] = _trial(backend, shape, runtime.device, tile)
+            calls[backend] = trial(backend)
         except (DependencyError, EngineError) as error:
             # A backend that cannot run is not measured, and the ledger says why.
             rejected[backend] = str(error)
-    if requested == "auto":
-        found = remembered(f"attention of {shape}", calls, runtime, repeats=CALLS)
-    else:
-        found = fastest(calls, runtime, repeats=CALLS)
+    found = remembered(what, calls, runtime, repeats=CALLS) if what else fastest(calls, runtime, repeats=CALLS)
     text = [f"{backend} {ms * 1e3:.1f} µs" for backend, ms in found.times.items()] or ["nothing is measured on a CPU"]
     text += [f"own: {tile}"] if tile is not None else []
-    rejected = {**rejected, **found.rejected, **({"CUDA C++": reason} if reason else {})}
+    rejected = {**rejected, **found.rejected, **({"CUDA C++": why_not_cuda} if why_not_cuda else {})}
     text += [f"{backend} out: {why}" for backend, why in rejected.items()]
     return Choice(found.candidate, f"attention {found.candidate}, the fastest ({'; '.join(text)})", tile)
 
@@ -127,11 +140,12 @@ def fastest_causal_tile(shape: AttentionShape, together: Tensor | None, runtime:
     """Return the fastest tile config of causal attention, measured once; None without a GPU."""
     if runtime.device.type != "cuda":
         return None
-    q, k, v, out, _ = random_tensors(shape, runtime.device)
+    q, k, v, out, lengths = random_tensors(shape, runtime.device)
+    starts = None if lengths is None else torch.zeros_like(lengths)
     inverse_scale = 1.0 if shape.quantised else None
 
     def call(tile: FlashTile) -> Callable[[], None]:
-        return lambda: causal_attention(q, k, v, out, None, together, inverse_scale=inverse_scale, tile=tile)
+        return lambda: causal_attention(q, k, v, out, starts, together, inverse_scale=inverse_scale, tile=tile)
 
     by_name = {str(tile): tile for tile in causal_tiles(runtime.gpu, shape.tokens, shape.head_dim)}
     what = f"causal tile of {shape}{'' if together is None else ', some rows together'}"
