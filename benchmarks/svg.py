@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -54,10 +55,11 @@ class Bar:
 Groups = Sequence[tuple[str, Sequence[Bar]]]
 
 
-def draw(groups: Groups, sizes: tuple[int, int, int], legend: Sequence[str], top: int) -> str:
-    """Groups of horizontal bars below each other. `sizes`: pixels left of the bars, of the longest bar, right of it."""
+def draw(groups: Groups, sizes: tuple[int, int, int], legend: Sequence[str], top: int, most: float = math.inf) -> str:
+    """Groups of horizontal bars below each other. `sizes`: pixels left of the bars, of the longest bar, right of it.
+    `most`: milliseconds at which a bar is cut off, with a gap."""
     left, width, right = sizes
-    scale = width / max(bar.ms for _, bars in groups for bar in bars)
+    scale = width / min(most, max(bar.ms for _, bars in groups for bar in bars))
     y, body = top, list(legend)
     for title, bars in groups:
         y += 18
@@ -66,8 +68,11 @@ def draw(groups: Groups, sizes: tuple[int, int, int], legend: Sequence[str], top
             body.append(text(left - 8, y + 13, one.label, anchor="end"))
             x = float(left)
             for name, ms, colour in one.parts:
-                body.append(bar(x, y, ms * scale, ROW - 5, colour, f"{name}: {ms:.2f} ms"))
-                x += ms * scale
+                pixels = min(ms * scale, left + width - x)
+                body.append(bar(x, y, pixels, ROW - 5, colour, f"{name}: {ms:.2f} ms"))
+                x += pixels
+            if one.ms > most:
+                body.append(f'<path d="M{x - 26:.1f} {y + ROW - 4}l6 {3 - ROW}" stroke="#ffffff" stroke-width="4"/>')
             if one.floor:
                 mark = f"M{left + one.floor * scale:.1f} {y - 2}v{ROW - 1}"
                 body.append(f'<path d="{mark}" stroke="{INK}" stroke-width="2"/>')
@@ -124,7 +129,7 @@ def _latency_bar(row: Report, base: float | None) -> Bar:
     return Bar(SYSTEMS[row["system"]], parts, words, row["floors_ms"].get("total"))
 
 
-# -- our fastest and the fastest published ------------------------------------------------------------------------
+# -- other projects' code on the same GPU, and what others published ------------------------------------------------
 
 LOOKED_UP = "2026-11-22"
 """When the figures of `PUBLISHED` were on their pages."""
@@ -133,8 +138,15 @@ LABELS = {
     "native-fp8-vision": "FP8 with vision",
     "native-fp8-vision-int8-denoise": "FP8, INT8 expert",
 }
-PLAIN, FASTEST, OTHERS = colours.LINES[0], colours.LINES[5], colours.LINES[4]
-"""Colours of our call in BF16, of our fastest, and of the published one."""
+THEIRS = {
+    "realtime-vla": "realtime-vla", "openpi-max-autotune": "openpi, compiled", "openpi-eager": "openpi, eager",
+    "lerobot-eager": "lerobot, eager",
+}  # fmt: skip
+"""Labels of other projects' systems."""
+PLAIN, FASTEST, SAME_GPU, OTHER_GPU = colours.LINES[0], colours.LINES[5], colours.LINES[4], "#f3dcae"
+"""Colours of our call in BF16, of our fastest, and of others' code on the same GPU and on another."""
+MOST_MS = 60.0
+"""Longer bars are cut off."""
 
 
 @dataclass(frozen=True)
@@ -165,31 +177,42 @@ PUBLISHED = {
 
 
 def draw_models(reports: Sequence[Report]) -> str:
-    """A group of bars for each `vla-accel bench` report, at its first step count. Returns the text of the SVG file."""
-    return draw([_model_group(report) for report in reports], (150, 380, 290), (), 12)
+    """A group of bars for each model, at the first step count of its first `vla-accel bench` report. Later reports of
+    the same shape on the same GPU add other projects' systems. Returns the text of the SVG file."""
+    shapes: dict[tuple[Any, ...], list[Report]] = {}
+    for report in reports:
+        model = report["model"]
+        shape = model["kind"], model["views"], model["action_horizon"], report["hardware"]["gpu"]
+        shapes.setdefault(shape, []).append(report)
+    return draw([_model_group(*same) for same in shapes.values()], (150, 380, 290), (), 12, MOST_MS)
 
 
-def _model_group(report: Report) -> tuple[str, list[Bar]]:
+def _model_group(report: Report, *others: Report) -> tuple[str, list[Bar]]:
     model, steps = report["model"], report["rows"][0]["steps"]
-    found = {row["system"]: row["median_ms"] for row in report["rows"] if row["steps"] == steps}
-    theirs = {name.partition("-")[0]: ms for name, ms in found.items() if name in ("openpi-eager", "lerobot-eager")}
     gpu = report["hardware"]["gpu"].removeprefix("NVIDIA ")
+    found, theirs = _medians(report, steps), {}
+    for one in (*others, report):
+        theirs |= {name: ms for name, ms in _medians(one, steps).items() if name in THEIRS}
 
-    def one(label: str, ms: float, colour: str, words: str) -> Bar:
-        return Bar(label, [(label, ms, colour)], f"{ms:.2f} ms, {words}")
+    def drawn(label: str, ms: float, colour: str, words: str) -> Bar:
+        return Bar(label, [(label, ms, colour)], f"{ms:.2f} ms{words}")
 
-    def ours(system: str, label: str, colour: str) -> Bar:
-        faster = "".join(f", {ms / found[system]:.1f}× {name}" for name, ms in theirs.items())
-        return one(label, found[system], colour, f"{gpu}{faster}")
-
-    bars = [ours("native-bf16", "BF16", PLAIN)]
+    plain = found["native-bf16"]
+    bars = [drawn("BF16", plain, PLAIN, "")]
     fastest: str = min((name for name in found if name.startswith("native-")), key=found.__getitem__)
     if fastest != "native-bf16":
-        bars.append(ours(fastest, LABELS.get(fastest, fastest), FASTEST))
+        bars.append(drawn(LABELS.get(fastest, fastest), found[fastest], FASTEST, ""))
+    for name in sorted(theirs, key=theirs.__getitem__):
+        bars.append(drawn(THEIRS[name], theirs[name], SAME_GPU, f", {theirs[name] / plain:.1f} times BF16"))
     other = PUBLISHED.get(model["kind"])
     if other is not None and other.views == model["views"]:
-        bars.append(one(other.who, other.ms, OTHERS, other.how))
-    return f"{_title(model)}, {steps_of(model['kind'], steps)}", bars
+        bars.append(drawn(other.who, other.ms, OTHER_GPU, f", published for {other.how}"))
+    return f"{_title(model)}, {steps_of(model['kind'], steps)}, {gpu}", bars
+
+
+def _medians(report: Report, steps: int) -> dict[str, float]:
+    """Milliseconds of each system with so many steps."""
+    return {row["system"]: row["median_ms"] for row in report["rows"] if row["steps"] == steps}
 
 
 def sources(reports: Sequence[Report]) -> str:
@@ -198,7 +221,7 @@ def sources(reports: Sequence[Report]) -> str:
     pages = {PUBLISHED[kind].who: PUBLISHED[kind].page for kind in sorted(known)}
     names = ", ".join(f"[{who}]({page})" for who, page in sorted(pages.items()))
     return (
-        f"Blue: whole calls of this package. Orange: the fastest figure that another project had published by "
-        f"{LOOKED_UP}, measured by that project on its own GPU ({names}; FlashRT times only the replay of "
-        "its CUDA graph).\n"
+        "Blue: whole calls of this package. Orange: other projects' code on the same GPU; compiled: torch.compile with "
+        f"max-autotune. Pale: the fastest figures published by {LOOKED_UP} for other GPUs, measured by their authors "
+        f"({names}; FlashRT times only the replay of its CUDA graph).\n"
     )

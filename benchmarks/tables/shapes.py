@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.memory import parameters
+from benchmarks.svg import THEIRS
 from benchmarks.tables.bench import PI0_PARTS, batched, call, component_columns
 from benchmarks.tables.table import (
     MODELS,
@@ -278,14 +279,21 @@ def models_detail(results: Iterable[Row | None]) -> str:
     )
 
 
-def headline(bench: Row) -> str:
-    """README's first sentence: a call in BF16, at its first step count, and the reference in the same run."""
+def headline(results: Sequence[Row]) -> str:
+    """README's first sentences: a call in BF16 at its first step count, the fastest other code in the same run, and
+    success next to FP32. `results`: a `vla-accel bench` and an `eval.paired`."""
+    bench, pairs = results
     steps, gpu = bench["rows"][0]["steps"], bench["hardware"]["gpu"].removeprefix("NVIDIA ")
     found = {row["system"]: row["median_ms"] for row in bench["rows"] if row["steps"] == steps}
-    ours, theirs = found["native-bf16"], found["openpi-eager"]
+    ours, kind = found["native-bf16"], MODELS[bench["model"]["kind"]]
     fastest = min(ms for name, ms in found.items() if name.startswith("native-"))
+    other = min((name for name in found if name in THEIRS), key=found.__getitem__)
+    times = found[other] / ours
+    played = next(row for row in pairs["rows"] if row["name"] == "native")
     return (
         "Run vision-language-action (VLA) policies in real time on NVIDIA GPUs: "
-        f"**a call of {MODELS[bench['model']['kind']]} takes {ours:.1f} ms on an {gpu} in BF16 ({fastest:.1f} ms in "
-        f"FP8); openpi's eager PyTorch code takes {theirs:.0f} ms, {theirs / ours:.0f} times as long.**\n"
-    )
+        f"**a call of {kind} takes {ours:.1f} ms on an {gpu} in BF16 and {fastest:.1f} ms in FP8. The fastest other "
+        f"code on the same GPU, {THEIRS[other]}, takes {found[other]:.1f} ms, {times:.1f} times as long.** "
+        f"A small {kind} in BF16 solves {played['other']['rate']:.1%} of {played['pairs']} LIBERO episodes, and "
+        f"{played['reference']['rate']:.1%} in FP32.\n"
+    ).replace("%", " %")

@@ -283,9 +283,14 @@ def test_a_model_has_the_run_of_the_gpu_that_has_one(tmp_path: Path, monkeypatch
 
 def test_the_headline_has_the_medians_of_its_run() -> None:
     report = bench_report(CEILINGS)
-    report["rows"].append({**report["rows"][0], "system": "native-fp8", "median_ms": 10.0})
-    text = shapes.headline(report)
-    assert "14.0 ms on an X in BF16 (10.0 ms in FP8)" in text and "60 ms, 4 times as long" in text
+    first = report["rows"][0]
+    report["rows"] += [{**first, "system": "native-fp8", "median_ms": 10.0}]
+    report["rows"] += [{**first, "system": "realtime-vla", "median_ms": 28.0}]
+    played = {"name": "native", "pairs": 500, "other": {"rate": 0.99}, "reference": {"rate": 0.994}}
+    text = shapes.headline([report, {"rows": [{**played, "name": "native_fp8"}, played]}])
+    assert "14.0 ms on an X in BF16 and 10.0 ms in FP8" in text
+    assert "realtime-vla, takes 28.0 ms, 2.0 times as long" in text
+    assert "99.0 % of 500 LIBERO episodes, and 99.4 % in FP32" in text
 
 
 def test_a_link_of_a_table_is_relative_to_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,16 +436,31 @@ def test_engines_whose_names_differ_in_a_number_are_one_row() -> None:
 # -- pictures -----------------------------------------------------------------------------------------------------
 
 
-def test_the_models_picture_has_our_fastest_and_the_fastest_published() -> None:
+def test_the_models_picture_has_our_fastest_and_other_projects_code() -> None:
     report = bench_report(CEILINGS)
     report["rows"].append({**report["rows"][0], "system": "native-fp8", "median_ms": 10.0})
-    drawn, theirs = draw_models([report]), PUBLISHED["pi05"]
-    assert ">14.00 ms, X, 4.3× openpi<" in drawn and ">10.00 ms, X, 6.0× openpi<" in drawn
-    assert f">{theirs.ms:.2f} ms, {theirs.how}<" in drawn and theirs.page in sources([report])
+    elsewhere = copy.deepcopy(report)
+    elsewhere["rows"] = [{**report["rows"][0], "system": "openpi-max-autotune", "median_ms": 35.0}]
+    drawn, theirs = draw_models([report, elsewhere]), PUBLISHED["pi05"]
+    assert ">14.00 ms<" in drawn and ">10.00 ms<" in drawn and ">60.00 ms, 4.3 times BF16<" in drawn
+    assert ">35.00 ms, 2.5 times BF16<" in drawn, "a later report of the same shape"
+    assert f">{theirs.ms:.2f} ms, published for {theirs.how}<" in drawn and theirs.page in sources([report])
+    elsewhere["hardware"]["gpu"] = "Y"
+    elsewhere["rows"].append({**report["rows"][0]})
+    assert "2.5 times BF16" not in draw_models([report, elsewhere]).split(", Y<")[0], "another GPU is another group"
     report["rows"][-1]["median_ms"] = 15.0
     assert "15.00 ms" not in draw_models([report]), "a system slower than BF16 is left out"
     report["model"]["views"] = 3
     assert theirs.how not in draw_models([report]), "the published figure is of two views"
+
+
+def test_a_long_bar_is_cut_off_and_keeps_its_figure() -> None:
+    report = bench_report(CEILINGS)
+    longest = next(row for row in report["rows"] if row["system"] == "openpi-eager")
+    assert 'stroke="#ffffff"' not in draw_models([report])
+    longest["median_ms"] = 293.0
+    drawn = draw_models([report])
+    assert drawn.count('stroke="#ffffff"') == 1 and ">293.00 ms, " in drawn
 
 
 @pytest.mark.slow
