@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.contrast import LEAST, least_contrast
 from tests.support.server_support import EchoPolicy, get, local, observation, served
 from tests.support.waiting import PATIENCE_S
 from vla_accel.client import PolicyClient
@@ -181,6 +182,10 @@ def test_a_browser_shows_the_page_under_load() -> None:
                     break
             else:
                 raise AssertionError(f"the page still shows {first} answers")
+            for scheme in ("light", "dark"):
+                page.emulate_media(color_scheme=scheme)
+                ratio, words, _ = least_contrast(page)
+                assert ratio >= LEAST, (scheme, words)
             rows = page.locator("#latency tr").all_inner_texts()
             shown = {row.split("\t")[0]: row.split("\t")[1:] for row in rows}
             assert {"vision", "denoise", "request"} <= shown.keys() and float(shown["vision"][0]) == 1.0

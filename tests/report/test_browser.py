@@ -14,6 +14,7 @@ from PIL import Image
 
 from eval.harness.pages import paired_page, run_page
 from eval.harness.pairs import compare
+from tests.support.contrast import LEAST, least_contrast
 from tests.support.reports import ROOT
 from tests.tune.test_search import ALL, Machine, candidate
 from vla_accel.report import bench, parity, tune
@@ -122,6 +123,17 @@ def test_it_opens_offline_and_fits(browser: Any, made: tuple[Path, dict[str, Any
         "[...document.querySelectorAll('p, td, th, li')].map(e => parseFloat(getComputedStyle(e).fontSize))"
     )
     assert min(sizes) >= 14
+
+
+def test_its_text_is_readable_in_light_and_in_dark(browser: Any, made: tuple[Path, dict[str, Any]]) -> None:
+    backgrounds = set()
+    for scheme in ("light", "dark"):
+        page, _ = opened(browser, made[0], 1600)
+        page.emulate_media(color_scheme=scheme)
+        ratio, words, background = least_contrast(page)
+        backgrounds.add(background)
+        assert ratio >= LEAST, (scheme, words)
+    assert len(backgrounds) == 2
 
 
 def test_the_figures_are_the_jsons(browser: Any, made: tuple[Path, dict[str, Any]]) -> None:

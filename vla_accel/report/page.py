@@ -194,17 +194,24 @@ def _data(kind: str, content: bytes) -> str:
 
 
 _STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 70rem;
-  padding: 1rem; overflow-wrap: anywhere; }
-h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.25rem; border-bottom: 1px solid #bbb; margin-top: 2rem; }
-.summary { font-size: 1.1rem; } a { color: #00518a; } :focus-visible { outline: 3px solid #d55e00; }
-.skip { position: absolute; left: -999px; } .skip:focus { left: 1rem; top: 0; background: #fff; padding: .5rem; }
+:root { color-scheme: light dark; --ink: #1a1a1a; --quiet: #444; --page: #fff; --line: #bbb; --link: #00518a; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --quiet: #b5b5b5; --page: #16181c; --line: #4a4f57; --link: #7cc0f5; }
+  figure img { background: #fff; border-radius: 6px; }
+}
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto;
+  max-width: 70rem; padding: 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; line-height: 1.2; }
+h2 { font-size: 1.25rem; border-bottom: 1px solid var(--line); margin-top: 2rem; }
+.summary { font-size: 1.1rem; } a { color: var(--link); } :focus-visible { outline: 3px solid #d55e00; }
+.skip { position: absolute; left: -999px; } .skip:focus { left: 1rem; top: 0; background: var(--page); padding: .5rem; }
 nav ul { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; list-style: none; padding: 0; }
-figure { margin: 1rem 0; } figcaption { color: #444; margin: .3rem 0; } img, video { max-width: 100%; height: auto; }
+figure { margin: 1rem 0; } figcaption { color: var(--quiet); margin: .3rem 0; }
+img, video { max-width: 100%; height: auto; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; margin: .6rem 0; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; } th, td { padding: .25rem .6rem; text-align: left;
-  border-bottom: 1px solid #ddd; overflow-wrap: normal; } th[scope=row] { font-weight: 400; min-width: 8rem; }
-td.n { text-align: right; white-space: nowrap; } thead th { border-bottom: 2px solid #666; vertical-align: bottom; }
+  border-bottom: 1px solid var(--line); overflow-wrap: normal; } th[scope=row] { font-weight: 400; min-width: 8rem; }
+td.n { text-align: right; white-space: nowrap; }
+thead th { border-bottom: 2px solid var(--quiet); vertical-align: bottom; }
 .films { display: flex; flex-wrap: wrap; gap: 1rem; } .film { flex: 1 1 18rem; } .film p { margin: 0; }
 """
