@@ -31,11 +31,13 @@ CASES = [
     for variant in ("ddpm", "ddim", "sample", "ddim_sample", *SINCE_04)
     if release != "0.3" or variant not in SINCE_04
 ]
+PUBLISHED = pytest.param("0.6", "published", marks=pytest.mark.slow)
 TOLERANCE = 1e-4
 
 
-def folder_of(made: Make, release: str) -> Path:
-    folder = made(RELEASES[release], "make_diffusion_policy_folders")
+def folder_of(made: Make, release: str, variant: str = "") -> Path:
+    words = ("--published",) if variant == "published" else ()
+    folder = made(RELEASES[release], "make_diffusion_policy_folders", *words)
     found = (folder / "release.txt").read_text()
     if not found.startswith(release):
         pytest.skip(f"NOT COMPARED WITH LEROBOT {release}: --{RELEASES[release]}-python has lerobot {found}")
@@ -56,9 +58,9 @@ def observation(policy: OptimizedPolicy, images: np.ndarray, state: np.ndarray) 
 
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
-@pytest.mark.parametrize(("release", "variant"), CASES)
+@pytest.mark.parametrize(("release", "variant"), [*CASES, PUBLISHED])
 def test_the_actions_are_lerobots(release: str, variant: str, engine: str, made: Make, record_property: Any) -> None:
-    policy, theirs = loaded(folder_of(made, release) / variant, engine)
+    policy, theirs = loaded(folder_of(made, release, variant) / variant, engine)
     given = [observation(policy, *one) for one in zip(theirs["images"], theirs["state"], strict=True)]
     expected = theirs["actions"]
     ours = np.stack([result["actions"] for result in policy.infer_batch(given, noise=theirs["noise"])])

@@ -9,6 +9,7 @@ In float32 on the CPU, on both engines, batches of three and single calls, with 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ Actions = dict[str, np.ndarray]
 
 
 def loaded(made: Make, release: str, variant: str, engine: str) -> tuple[OptimizedPolicy, Actions]:
-    folder = made(RELEASES[release], "make_multi_task_dit_folders")
+    words = ("--published",) if variant == "published" else ()
+    folder = made(RELEASES[release], "make_multi_task_dit_folders", *words)
     found = (folder / "release.txt").read_text()
     if not found.startswith(release):
         pytest.skip(f"NOT COMPARED WITH LEROBOT {release}: --{RELEASES[release]}-python has lerobot {found}")
@@ -49,8 +51,10 @@ def observation(policy: OptimizedPolicy, images: np.ndarray, state: np.ndarray, 
 
 
 @pytest.mark.parametrize("engine", ["eager", "native"])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    ("release", "variant"),
+    [*itertools.product(RELEASES, VARIANTS), pytest.param("0.6", "published", marks=pytest.mark.slow)],
+)
 def test_the_actions_are_lerobots(release: str, variant: str, engine: str, made: Make, record_property: Any) -> None:
     policy, theirs = loaded(made, release, variant, engine)
     given = [observation(policy, *one) for one in zip(theirs["images"], theirs["state"], theirs["tasks"], strict=True)]

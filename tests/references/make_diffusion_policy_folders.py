@@ -76,7 +76,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "crop_shape": (48, 48), **GROUPS,
     },
     "compiled": {"cameras": 1, "num_inference_steps": 3, "crop_shape": None, "compile_model": True, **GROUPS},
+    "published": {
+        "cameras": 1, "size": (96, 96), "crop_shape": (84, 84), "noise_scheduler_type": "DDIM",
+        "num_inference_steps": 10, "down_dims": (512, 1024, 2048), **GROUPS,
+    },
 }  # fmt: skip
+PUBLISHED = "published"
+"""The variant of the published size (263 million parameters), on request alone."""
 CAMERA = (48, 64)
 
 
@@ -165,12 +171,16 @@ def play(policy: Any, processors: tuple[Any, Any], rng: np.random.Generator) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write into")
-    out = parser.parse_args().out
+    parser.add_argument("--published", action="store_true", help="the published size alone")
+    args = parser.parse_args()
+    out = args.out
     torch.set_num_threads(1)
     release = "0.3.3" if not has_processors() else importlib.metadata.version("lerobot")
     out.mkdir(parents=True, exist_ok=True)
     (out / "release.txt").write_text(release)
     for variant, options in VARIANTS.items():
+        if args.published != (variant == PUBLISHED):
+            continue
         known = DiffusionConfig.__dataclass_fields__
         if not all(name in known or name in ("cameras", "size") for name in options):
             continue  # a setting that this release does not have

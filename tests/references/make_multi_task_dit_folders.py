@@ -57,28 +57,42 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "plain": {"cameras": 1, "use_rope": False, **FLOW},
     "episode": {"cameras": 2, "n_obs_steps": 3, "n_action_steps": 2, **FLOW},
+    "published": {
+        "cameras": 2, "size": (240, 256), "noise_scheduler_type": "DDIM", "num_inference_steps": 5, "horizon": 32,
+        "n_action_steps": 24, "hidden_dim": 512, "num_layers": 6, "num_heads": 8, "timestep_embed_dim": 256,
+        "image_crop_shape": (224, 224), "tokenizer_max_length": 77,
+    },
 }  # fmt: skip
+PUBLISHED = "published"
+"""The variant of the published size, on request alone: lerobot's defaults with CLIP's ViT-B/16."""
+WORDS = 49_408
+"""Of CLIP's table."""
 CAMERA = (48, 64)
 TASKS = ("pick up the Bowl", "put the plate on the stove, slowly", "open_it")
 
 
-def write_clip(folder: Path) -> None:
-    """A small CLIP, whose tokenizer spells every word."""
+def write_clip(folder: Path, *, published: bool) -> None:
+    """A CLIP whose tokenizer spells every word, small or of the published size."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = list(bytes_to_unicode().values())
-    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    words = [*letters, *(f"{letter}</w>" for letter in letters)]
+    # A prompt ends in the last row of the table.
+    words += [f"unused {i}" for i in range(WORDS - len(words) - 2 if published else 0)]
+    words += ["<|startoftext|>", "<|endoftext|>"]
     ids = {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1, "pad_token_id": len(words) - 1}
-    config = CLIPConfig(
+    small = CLIPConfig(
         text_config={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 1,
                      "vocab_size": len(words), "max_position_embeddings": 40, **ids},
         vision_config={"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2,
                        "image_size": 32, "patch_size": 8},
         projection_dim=32,
     )  # fmt: skip
+    config = CLIPConfig(text_config=ids, vision_config={"patch_size": 16}) if published else small
     CLIPModel(config).save_pretrained(folder)
     vocabulary = {word: index for index, word in enumerate(words)}
-    CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=40).save_pretrained(folder)
+    length = config.text_config.max_position_embeddings
+    CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=length).save_pretrained(folder)
 
 
 def build(variant: str) -> MultiTaskDiTPolicy:
@@ -151,14 +165,18 @@ def play(policy: Any, processors: tuple[Any, Any], rng: np.random.Generator) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write into")
-    out = parser.parse_args().out
+    parser.add_argument("--published", action="store_true", help="the published size alone")
+    args = parser.parse_args()
+    out = args.out
     torch.set_num_threads(1)
     torch.manual_seed(0)
     out.mkdir(parents=True, exist_ok=True)
     os.chdir(out)  # where the hub's name of the CLIP is a folder
     Path("release.txt").write_text(importlib.metadata.version("lerobot"))
-    write_clip(Path(CLIP))
+    write_clip(Path(CLIP), published=args.published)
     for variant in VARIANTS:
+        if args.published != (variant == PUBLISHED):
+            continue
         policy, folder = build(variant), Path(variant) / "checkpoint"
         randomise(policy)
         processors = make_multi_task_dit_pre_post_processors(policy.config, policy.statistics)
