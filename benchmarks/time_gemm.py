@@ -107,7 +107,7 @@ def candidates(gpu: Gpu, product: Product, each: int) -> list[HopperTile]:
     order = [tiling for cost, tiling in sorted(kept, key=lambda pair: pair[0]) if cost <= WORTH * best]
     today = hopper.planned(gpu, product.kind, product.activation, product.rows, product.n, product.k)
     first = [today] if today is not None else []
-    # Fewer stages leave room for the next kernel's block beside this one.
+    # Fewer stages leave memory for the next kernel's block on the same multiprocessor.
     lean = [replace(tiling, stages=3) for tiling in (*first, *order[:2]) if tiling.stages > 3]
     return list(dict.fromkeys([*first, *order[:MOST], *lean]))
 
@@ -174,7 +174,7 @@ def in_turns(graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int = ROUNDS) -
 
 def alone(chain: Chain, product: Product, tiling: HopperTile | None, gpu: Gpu) -> float:
     """Microseconds of one product without its chain, every layer's weight in turn; by the library for None, with what
-    it needs beside it for the activation, but no norm and no residual."""
+    it needs in addition for the activation, but no norm and no residual."""
     x = chains.normal(product.rows, product.k).to(product.kind)
     columns = product.n // 2 if product.activation.gated else product.n
     whole = torch.empty(product.rows, product.n, dtype=DTYPE, device=DEVICE)
@@ -207,11 +207,11 @@ def sweep(
             error = error_of(product, layer, tiling, gpu)
             mine = chain.graph({product.key: tiling})
         except unfit() as problem:
-            out.append({"tiling": said(tiling), "why": str(problem).splitlines()[0][:200]})
+            out.append({"tiling": config_text(tiling), "why": str(problem).splitlines()[0][:200]})
             continue
         mine.replay()
         apart = float((chain.out.float() - want).norm() / want.norm())
-        judged = {"tiling": said(tiling), "error": error, "apart": apart}
+        judged = {"tiling": config_text(tiling), "error": error, "apart": apart}
         if error < bound(product) and apart < APART:
             rows[tiling] = {**judged, **saving(in_turns({"mine": mine, "kept": kept}), chain)}
         else:
@@ -224,7 +224,8 @@ def sweep(
     found |= {"best": alone(chain, product, best[0], gpu)} if best else {}
     return {
         "product": product.name, "rows": product.rows, "n": product.n, "k": product.k, "residual": product.residual,
-        "norm": product.norm, "today": said(today) if today else "library", "tried": len(rows) + len(wrong) + len(out),
+        "norm": product.norm, "today": config_text(today) if today else "library",
+        "tried": len(rows) + len(wrong) + len(out),
         "alone_us": found, "best_first": [rows[tiling] for tiling in best], "wrong": wrong, "cannot_run": out,
     }, best  # fmt: skip
 
@@ -237,7 +238,7 @@ def saving(ms: Mapping[str, float], chain: Chain) -> dict[str, float]:
 
 
 def together(chain: Chain, best: list[list[HopperTile]], until: float) -> dict[str, Any]:
-    """The best of every product, one product after the other beside what was taken for the others; twice over."""
+    """The best of every product, one product after the other, with what was chosen for the others; twice over."""
     taken: dict[tuple[torch.dtype, str, int, int], HopperTile] = {}
     graph = kept = chain.graph({})
     for _, (product, tilings) in itertools.product(range(2), zip(chain.products, best, strict=True)):
@@ -249,11 +250,11 @@ def together(chain: Chain, best: list[list[HopperTile]], until: float) -> dict[s
             ms = in_turns({"mine": mine, "kept": graph})
             if ms["mine"] < GAIN * ms["kept"]:
                 taken, graph = trial, mine
-    names = {p.name: said(taken[p.key]) for p in chain.products if p.key in taken}
+    names = {p.name: config_text(taken[p.key]) for p in chain.products if p.key in taken}
     return {"taken": names, **saving(in_turns({"mine": graph, "kept": kept}, 4 * ROUNDS), chain)}
 
 
-def said(tiling: HopperTile) -> str:
+def config_text(tiling: HopperTile) -> str:
     """As the table has it."""
     words = []
     for name, value in asdict(tiling).items():

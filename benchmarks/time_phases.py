@@ -127,7 +127,7 @@ def stamped(source: str, attention: str) -> str:
     return source
 
 
-def told(stamps: Tensor, blocks: dict[str, int]) -> dict[str, Any]:
+def phases_of(stamps: Tensor, blocks: dict[str, int]) -> dict[str, Any]:
     """What the stamps (kernels, BLOCKS, PLACES) say, by kernel."""
     found: dict[str, Any] = {}
     attention = next(name for name in LAST_EMIT if name in blocks)
@@ -178,7 +178,7 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
         graph.replay()
     stamps = torch.zeros(len(KERNELS), BLOCKS, PLACES, dtype=torch.int64, device=device)
     loop.module.launch("read_stamps", 1, 256, (ctypes.c_void_p(stamps.data_ptr()),))
-    return {"loop": name, "kernels": told(stamps.cpu(), loop.schedule.blocks)}
+    return {"loop": name, "kernels": phases_of(stamps.cpu(), loop.schedule.blocks)}
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """Play a run on a Ray cluster: a replica of the policy on each GPU, simulators wherever there are cores.
 
 This process hands out episodes and collects their results; only it writes. A process that dies is replaced where the
-cluster has room. An episode whose simulator, replica or node died is played again from its start, and counts once;
-after `TRIES` times it is an error.
+cluster has free cores. An episode whose simulator, replica or node died is played again from its start, and counts
+once; after `TRIES` times it is an error.
 """
 
 from __future__ import annotations

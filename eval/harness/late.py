@@ -60,29 +60,29 @@ def main(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str])
 def run(benchmark: Benchmark, arguments: type[Arguments], words: Sequence[str]) -> int:
     """Play and print the results; returns 1 if an episode crashed."""
     program = ("python", "-m", f"eval.{benchmark.name}.late")
-    asked = read(arguments, words, " ".join(program))
+    settings = read(arguments, words, " ".join(program))
     with command.stdout_to_stderr():
-        grid = play(benchmark, asked, [*program, *words])
+        grid = play(benchmark, settings, [*program, *words])
     for name in ("output", "figure"):
         stderr_console().print(f"{name}: {grid[name]}", soft_wrap=True)
     print_json({key: grid[key] for key in ("output", "figure", "rows")})
     return 1 if any(row["errors"] for row in grid["rows"]) else 0
 
 
-def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, Any]:
+def play(benchmark: Benchmark, settings: Arguments, words: list[str]) -> dict[str, Any]:
     """Play every point of the grid; returns its JSON with `output` and `figure` (paths) added.
 
     Raises:
         ConfigError: an impossible point, such as more ticks than a chunk has actions; before any is played where
             possible.
     """
-    output = asked.output or options.RUNS / benchmark.name / "late.json"
+    output = settings.output or options.RUNS / benchmark.name / "late.json"
     console, folder = stderr_console(), output.with_suffix("")
     points = []
-    for ticks, chunking in itertools.product(asked.ticks, asked.chunkings):
-        stress, name = ",".join(filter(None, (asked.stress, f"latency={ticks}"))), f"{chunking}-{ticks}"
-        video = asked.video and asked.video / name
-        point = replace(asked, stress=stress, chunking=chunking, video=video, output=folder / f"{name}.json")
+    for ticks, chunking in itertools.product(settings.ticks, settings.chunkings):
+        stress, name = ",".join(filter(None, (settings.stress, f"latency={ticks}"))), f"{chunking}-{ticks}"
+        video = settings.video and settings.video / name
+        point = replace(settings, stress=stress, chunking=chunking, video=video, output=folder / f"{name}.json")
         points.append((ticks, chunking, command.make_request(benchmark, point, words)))
     rows, first = [], None
     for ticks, chunking, request in points:
@@ -101,7 +101,7 @@ def play(benchmark: Benchmark, asked: Arguments, words: list[str]) -> dict[str, 
     assert first is not None
     stress = {name: value for name, value in first["protocol"].get("stress", {}).items() if name != "latency"}
     grid = {
-        "note": asked.note,
+        "note": settings.note,
         "command": without_folders(words),
         "schema": schema(benchmark.name, "late"),
         "protocol": {**first["protocol"], "stress": stress},

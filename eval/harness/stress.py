@@ -1,6 +1,6 @@
 """Stress: disturbances of the observations, or delays of the actions.
 
-Two policies that nearly always succeed cannot be told apart; a disturbance that lowers success to 40 to 80 % shows
+Two policies that nearly always succeed cannot be distinguished; a disturbance that lowers success to 40 to 80 % shows
 their difference. Each disturbance is drawn from the seed of the episode, so it is equal for all policies and numbers of
 workers. None changes the simulation, its check of the goal, or a video. Disturbances that only a simulator can make
 (the position of a camera) are in `Benchmark.stresses`.

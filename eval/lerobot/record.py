@@ -27,7 +27,7 @@ from vla_accel.errors import ConfigError
 from vla_accel.files import replacing
 
 AFTER = 8
-"""Actions that are recorded after the goal is reached, so that the release of the gripper is learnt."""
+"""Actions that are recorded after the goal is reached, so that the release of the gripper is learned."""
 PUSH = range(3, 9)
 """Actions that a push takes."""
 SHORTEST = 24

@@ -2,7 +2,7 @@
 
 Run it with an interpreter that has lerobot 0.6.1 (CONTRIBUTING names the packages)::
 
-    python tests/references/make_vla_jepa_reference.py --out DIR [--variants plain resized bare]
+    python tests/references/make_vla_jepa_reference.py --out DIR [--variants plain resized bare full]
 
 For each variant it writes ``DIR/VARIANT/``:
 
@@ -17,7 +17,8 @@ tests/nn/vla_jepa_reference.json holds: weights and observations are drawn by na
 same.
 
 Variants: `plain`, images as they are (their size is that of whole tokens); `resized`, images of two sizes, resized to
-224 x 224; `bare`, without the steps that snap the gripper, and with other denoising steps.
+224 x 224; `bare`, without the steps that snap the gripper, and with other denoising steps; `full`, the published size
+except for the vocabulary (on request alone, 20 GB of memory and 8 of disk).
 
 Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose. The chat template is written here
 from Qwen's published form.
@@ -58,6 +59,7 @@ CAMERAS = {
     "plain": {"front": (256, 288), "wrist": (256, 288)},
     "resized": {"front": (96, 132), "wrist": (250, 150)},
     "bare": {"front": (256, 256), "wrist": (256, 256)},
+    "full": {"front": (256, 256), "wrist": (256, 256)},
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -66,7 +68,24 @@ CHANGES: dict[str, dict[str, Any]] = {
         "binarize_gripper_action": False, "pre_snap_gripper_action": False, "clip_normalized_actions": False,
         "num_inference_timesteps": 3,
     },
+    "full": {},
 }  # fmt: skip
+SMALL: dict[str, Any] = {
+    "action_model_type": "DiT-test", "action_num_heads": 2, "action_attention_head_dim": 48, "action_hidden_size": 56,
+    "action_num_layers": 4, "num_embodied_action_tokens_per_instruction": 6, "num_action_tokens_per_timestep": 2,
+}  # fmt: skip
+"""Of the action head; those of `full` are lerobot's defaults."""
+QWEN: dict[str, dict[str, Any]] = {
+    "text_config": {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "vision_config": {
+        "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048,
+        "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
+    },
+}  # fmt: skip
+"""Sizes of Qwen3-VL-2B."""
 
 
 def processor() -> Any:
@@ -92,21 +111,23 @@ def processor() -> Any:
     )  # fmt: skip
 
 
-def backbone() -> Any:
+def backbone(variant: str) -> Any:
     config = small_backbone()
     config.text_config.vocab_size = 128
+    if variant == "full":
+        for part, sizes in QWEN.items():
+            vars(getattr(config, part)).update(sizes)
+        config.text_config.rope_parameters["mrope_section"] = [24, 20, 20]
     config._attn_implementation = "sdpa"
     return transformers.Qwen3VLForConditionalGeneration(config).float().eval()
 
 
 def build(variant: str) -> tuple[Any, Any]:
     """lerobot's policy with random weights, and its tokenizer before tokens are added."""
-    made, model = processor(), backbone()
+    made, model = processor(), backbone(variant)
     tokenizer = made.tokenizer.backend_tokenizer.to_str()
     config = VLAJEPAConfig(
-        device="cpu", enable_world_model=False, torch_dtype="float32", action_model_type="DiT-test",
-        action_num_heads=2, action_attention_head_dim=48, action_hidden_size=56, action_num_layers=4,
-        num_embodied_action_tokens_per_instruction=6, num_action_tokens_per_timestep=2,
+        device="cpu", enable_world_model=False, torch_dtype="float32", **({} if variant == "full" else SMALL),
         **frame.features({f"observation.images.{k}": v for k, v in CAMERAS[variant].items()}), **CHANGES[variant],
     )  # fmt: skip
     with (
@@ -167,4 +188,4 @@ def write(variant: str, out: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    frame.write_variants(__doc__, write, list(CAMERAS))
+    frame.write_variants(__doc__, write, list(CAMERAS), [name for name in CAMERAS if name != "full"])

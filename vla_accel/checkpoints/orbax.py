@@ -109,7 +109,7 @@ def _import() -> tuple[Any, Any]:
         raise DependencyError(f"openpi's JAX checkpoints need pip install 'vla_accel[jax]': {error}") from error
     # If arrays are missing, tensorstore's threads outlive orbax's loop, and each would print a traceback.
     before = sys.unraisablehook
-    sys.unraisablehook = lambda told: None if "Event loop is closed" in str(told.exc_value) else before(told)
+    sys.unraisablehook = lambda event: None if "Event loop is closed" in str(event.exc_value) else before(event)
     return orbax.checkpoint, jax
 
 

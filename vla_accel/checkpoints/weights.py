@@ -244,11 +244,11 @@ def listing(path: Path) -> str:
     if not path.is_dir():
         return "no such folder" if not path.exists() else "a file"
 
-    def told(entry: Path) -> str:
+    def described(entry: Path) -> str:
         wrong = " (a link to nothing)" if not entry.exists() else " (no right to read it)"
         return entry.name + "/" * entry.is_dir() + wrong * (not os.access(entry, os.R_OK))
 
-    names = sorted(map(told, path.iterdir()))
+    names = sorted(map(described, path.iterdir()))
     return ", ".join(names[:12]) or "an empty folder"
 
 

@@ -139,7 +139,7 @@ class QuickestHalf:
     def __init__(self, programs: Mapping[str, Program]) -> None:
         self.programs = dict(programs)
         self.chosen: dict[tuple[int, ...], str] = {}
-        self.detail = f"the quickest of {', '.join(self.programs)}"
+        self.detail = f"the fastest of {', '.join(self.programs)}"
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         (source,) = inputs.values()

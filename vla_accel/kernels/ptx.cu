@@ -189,7 +189,7 @@ __device__ __forceinline__ bool is_there(const uint4& v) {
   for (int i = 0; i < 4; ++i) missing |= (w[i] - 0x00010001u) & ~w[i] & 0x80008000u;
   return missing == 0;
 }
-// This loads eight numbers again until they are there. Each is told from ones by itself, so it does not matter in which
+// This loads eight numbers again until they are there. Each is compared with ones by itself, so it does not matter in which
 // order they come; of what else was stored nothing is known.
 __device__ __forceinline__ void wait_there(uint4& v, const void* p) {
   for (u32 polls = 0; !is_there(v); v = ld_relaxed_v4(p))

@@ -47,8 +47,8 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes that this process may allocate on a GPU."""
     free, total = torch.cuda.mem_get_info(device)
     # A limit can be set, but only newer torch says which, and only of a device with a number.
-    told = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-    allowed = int(told(torch.cuda.current_device() if device.index is None else device.index) * total)
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+    allowed = int(fraction(torch.cuda.current_device() if device.index is None else device.index) * total)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     # What torch keeps and does not use is free to it.
     return min(free + reserved - allocated, allowed - allocated), allowed

@@ -125,7 +125,7 @@ class StackPlan:
         if self.h.dtype != dtype:
             self.last = buffer(block.width)
 
-    def _choose_attention(self, asked: str, stored: torch.dtype, device: torch.device) -> Choice | None:
+    def _choose_attention(self, requested: str, stored: torch.dtype, device: torch.device) -> Choice | None:
         """The backend of attention; None for causal attention, which has one kernel."""
         block, rows, dtype = self.weights.block, self.rows, self.weights.dtype
         sizes = AttentionShape(
@@ -135,7 +135,7 @@ class StackPlan:
         if block.attention is Attention.CAUSAL:
             self.tile = fastest_causal_tile(sizes, rows.together, current(device))
             return None
-        return choose(asked, sizes, current(device))
+        return choose(requested, sizes, current(device))
 
     def _fuse(self, first: BlockWeights, count: int) -> bool:
         """Decide which norms run inside the products around them; whether dependent launches pay off."""

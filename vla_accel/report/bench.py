@@ -21,16 +21,16 @@ CLOSE = 4
 def page(report: Mapping[str, Any]) -> Page:
     """The page of a report of schema `vla_accel.bench/1`."""
     rows = report["rows"]
-    quickest = min(rows, key=lambda row: row["median_ms"])
+    fastest = min(rows, key=lambda row: row["median_ms"])
     model = report["model"].get("name") or report["model"].get("kind", "policy")
     summary = (
-        f"{ran(quickest)} with {_steps(quickest['steps'])} is the quickest: {quickest['median_ms']:.2f} ms a call "
-        f"(median), {1e3 / quickest['median_ms']:.3g} Hz, on {machine(report['hardware'])}."
+        f"{ran(fastest)} with {_steps(fastest['steps'])} is the fastest: {fastest['median_ms']:.2f} ms a call "
+        f"(median), {1e3 / fastest['median_ms']:.3g} Hz, on {machine(report['hardware'])}."
     )
-    near = [row for row in rows if row["median_ms"] <= CLOSE * quickest["median_ms"]]
+    near = [row for row in rows if row["median_ms"] <= CLOSE * fastest["median_ms"]]
     pictures = [_calls(rows, "all systems")]
     if len(near) < len(rows):
-        pictures.insert(0, _calls(near, f"those within {CLOSE} times the quickest"))
+        pictures.insert(0, _calls(near, f"those within {CLOSE} times the fastest"))
     sections = [Section("Whole calls", pictures), ledger((_label(row), row.get("engines") or []) for row in rows)]
     if report["throughput"]:
         sections.insert(1, Section("Batched calls", [_batches(report["throughput"])]))

@@ -103,8 +103,8 @@ class Pi0Fast(PaliGemma):
         keys, values (depth, B, S, kv_heads, head_dim) of the prefix.
         """
         batch = len(first)
-        room = (0, 0, 0, 0, 0, steps)
-        keys, values = F.pad(keys, room), F.pad(values, room)
+        longer = (0, 0, 0, 0, 0, steps)
+        keys, values = F.pad(keys, longer), F.pad(values, longer)
         found = first.new_zeros(batch, steps)
         done = torch.zeros(batch, dtype=torch.bool, device=first.device)
         token, positions = first, lengths.long() - 1

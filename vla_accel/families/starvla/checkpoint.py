@@ -191,7 +191,7 @@ def _include_state(content: Mapping[str, Any], path: Path) -> bool:
 
 
 def _image_size(content: Mapping[str, Any], path: Path) -> Size:
-    """The size that the training data have: starVLA's loader makes them 224 x 224 if nothing is said."""
+    """The size that the training data have: starVLA's loader makes them 224 x 224 by default."""
     data = _section(content, "datasets.vla_data", path)
     value = data.get("obs_image_size") or data.get("image_size") or (data.get("default_image_resolution") or [])[-2:]
     width, height = value or (224, 224)

@@ -47,10 +47,10 @@ def _window_attention(qkv_ptr, padding_ptr, out_ptr, height, width, scale, S: co
     wait_for_previous(PDL)
     if first < count:
         m = first + tl.arange(0, S.queries)
-        asked = (m < count)[:, None] & in_d[None, :]
+        in_q = (m < count)[:, None] & in_d[None, :]
         pixel = (top + m // wide) * width + left + m % wide
         base = qkv_ptr + image * height * width * (3 * S.columns) + head * S.dim
-        q = tl.load(base + pixel[:, None] * (3 * S.columns) + d[None, :], mask=asked, other=0.0)
+        q = tl.load(base + pixel[:, None] * (3 * S.columns) + d[None, :], mask=in_q, other=0.0)
         # All rows of padding have the same key and the same value.
         pad = padding_ptr + head * S.dim + d
         k_pad = tl.load(pad + S.columns, mask=in_d, other=0.0).to(q.dtype).to(tl.float32)
@@ -72,7 +72,7 @@ def _window_attention(qkv_ptr, padding_ptr, out_ptr, height, width, scale, S: co
             )
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         target = out_ptr + (image * height * width + pixel[:, None]) * S.columns + head * S.dim + d[None, :]
-        tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=asked)
+        tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_q)
 
 
 def window_attention(qkv: Tensor, padding: Tensor, out: Tensor, windows: Windows, heads: int) -> None:

@@ -483,7 +483,7 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
     if strides or width - first < 16 or power_of_two(width - first) != width - first:
         raise NotImplementedError(f"wide_attention: unsupported head width {width}, or unsupported strides")
     out = torch.empty((batch, tokens, width), dtype=q.dtype, device=q.device)
-    # With 8 warps 128 rows of 384 channels just fill the registers; 64 rows of either width leave room.
+    # With 8 warps 128 rows of 384 channels just fill the registers; 64 rows of either width do not.
     sizes, run = ((first, width - first), (rows, 32)), {"num_warps": 8, "num_stages": 2}
     scale = width**-0.5 * LOG2E.value
     _wide_attention[(triton.cdiv(tokens, rows), batch)]((q, k, v, out), tokens, row, scale, k.shape[1], *sizes, **run)

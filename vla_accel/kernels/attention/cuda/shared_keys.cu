@@ -257,7 +257,7 @@ __device__ __forceinline__ float2 unpack_half2(u32 v) {
 
 // Block (warp + g) % splits writes strip g of a warp. The others send it o / sum of their own keys in 16 bits, to where
 // its queries were, with (max, sum) behind all parts: result = Σ o_i / sum_i · w_i / Σ w_i, w_i = sum_i 2^(max_i - max).
-static_assert((MAX_SPLITS - 1) * WARPS * ((STRIPS + MAX_SPLITS - 1) / MAX_SPLITS * PIECE + STATS) <= 2 * BYTES, "no room for the parts");
+static_assert((MAX_SPLITS - 1) * WARPS * ((STRIPS + MAX_SPLITS - 1) / MAX_SPLITS * PIECE + STATS) <= 2 * BYTES, "the parts do not fit");
 struct Parts {
   u32 pieces_at, stats_at, met;
   int rank, splits, warp, lane, pieces;  // A block gets at most `pieces` strips of a warp.
