@@ -208,7 +208,8 @@ SOON_S = 30.0
 """Far more than ending takes, and far less than the timeouts of these clients."""
 
 PROGRAM = """
-import sys, numpy as np
+import signal, sys, numpy as np
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 from vla_accel.client import PolicyClient
 from vla_accel.remote.async_runner import AsyncRunner
 
