@@ -290,6 +290,21 @@ def test_missing_modelopt_is_said_before_anything_is_built(
     assert cli.main([*words, "--systems", "eager"]) == 0
 
 
+def test_default_systems_that_need_a_missing_modelopt_are_left_out(
+    small: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "modelopt", None)
+    output = tmp_path / "bench.json"
+    words = ["bench", "--model", "pi05", "--horizon", "5", "--steps", "1", "--calls", "1", "--device", "cpu"]
+    assert cli.main([*words, "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    low = ["native-fp8", "native-fp8-vision"]
+    assert [name for name in report["left_out"] if name in small.configs] == low
+    assert all("nvidia-modelopt" in report["left_out"][name] for name in low)
+    assert {row["system"] for row in report["rows"]} == {"native-bf16", "eager"}
+    assert "left out: native-fp8, native-fp8-vision: FP8 needs nvidia-modelopt" in capsys.readouterr().err
+
+
 def test_portable_triton_and_host_systems_are_native_ones_with_an_option() -> None:
     factory = Factory(PI05, views=2, horizon=10, device="cpu", ceilings=None)
     names = ("native-bf16", "native-fp8", "native-fp8-vision")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -151,3 +152,16 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
     found = refused(tmp_path / "full", capsys, FOLDERS["act"], *words)
     assert "output: expected a new or an empty folder" in found
     assert (tmp_path / "full" / "out" / "kept").read_text() == "mine"
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package_is_reported_before_the_checkpoint_loads(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        monkeypatch.setitem(sys.modules, name, None if name == package else ModuleType(name))
+    words = ["export", str(tmp_path / "absent"), "--output", str(tmp_path / "out")]
+    assert main(words) == 1
+    assert f"needs the package {package} " in capsys.readouterr().err
+    assert main([*words, "--format", "torch-export"]) == 1
+    assert "checkpoint: expected a folder" in capsys.readouterr().err

@@ -94,8 +94,8 @@ def main(options: Bench, words: list[str]) -> int:
         profile,
         throughput,
         timed_once,
+        without_scales,
     )
-    from vla_accel.nn.calibration import load_modelopt
 
     if options.report is not None:
         check_path(options.report)
@@ -118,13 +118,14 @@ def main(options: Bench, words: list[str]) -> int:
     if device.type == "cpu" and random:
         cost = "takes minutes to load and a call many seconds; for a quick look: vla-accel bench demo"
         say(f"no GPU: {family.name} at its published size {cost}")
+    # Before anything is built.
+    uncalibrated = without_scales(factory, systems, say, requested=bool(options.systems))
+    systems = tuple(name for name in systems if name not in uncalibrated)
     say(f"timing {', '.join(systems)}")
-    specs = [factory.configs[name].specs(family.parts) for name in systems if name in factory.configs]
-    if random and any(map(family.capabilities.needs_scales, specs)):
-        load_modelopt()  # if it is missing, this fails before anything is built
     once = timed_once(factory, systems, sweep)
     others = {n: once[n]["steps"] if n in once else sweep[0] for n in systems if n in factory.baselines}
     ready, left_out = make_baselines(factory, others, say)
+    left_out = {**uncalibrated, **left_out}
     names = [name for name in systems if name not in left_out]
     for name, reason in once.items():
         say(f"{name}: timed at {reason['steps']} steps only: {reason['why']}")

@@ -30,12 +30,16 @@ def main(options: Export, words: list[str]) -> int:
     """Export, run the files on the example, and print how far the actions are apart; 1 if too far."""
     import torch
 
+    from vla_accel.engines import onnx
     from vla_accel.families.loading import load
     from vla_accel.measure.parity import reference_of
     from vla_accel.measure.random_policy import random_observations
     from vla_accel.policy.export import export, require_new
 
-    require_new(options.output)  # loading and tracing take minutes
+    # Loading and tracing take minutes.
+    require_new(options.output)
+    if options.format == "onnx":
+        onnx.require_packages()
     name, settings = options.checkpoint or "demo", options.with_steps(options.settings())
     with going_on(f"preparing {name} in FP32 eager", say):
         checkpoint = load(name, settings, device=torch.device("cpu"), dtype=torch.float32)

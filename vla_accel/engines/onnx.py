@@ -282,6 +282,12 @@ def _translations() -> dict[Any, Any]:
     return {torch.ops.tensorrt.quantize_op.default: quantize}
 
 
+def require_packages() -> None:
+    """Import the packages that export and comparison need. Raises DependencyError for the first missing one."""
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        _need(package)
+
+
 def _need(package: str) -> Any:
     try:
         return importlib.import_module(package)

@@ -25,6 +25,7 @@ from vla_accel.measure.bench import System, peak, run
 from vla_accel.measure.overlap import recorded
 from vla_accel.measure.random_policy import noise_scales, random_policy
 from vla_accel.measure.roofline import Ceilings, floors_ms
+from vla_accel.nn.calibration import load_modelopt
 from vla_accel.policy import OptimizedPolicy
 
 
@@ -208,6 +209,29 @@ def choose_systems(factory: AnyFactory, named: tuple[str, ...], *, fitted: bool)
     systems = named or (*factory.default[1:], "eager", *installed[:1])
     of_checkout = factory.baselines[len(installed) :]
     return tuple(dict.fromkeys(systems if {*named} & {*of_checkout} else (*systems, *of_checkout)))
+
+
+def without_scales(
+    factory: AnyFactory, names: Sequence[str], say: Callable[[str], None], *, requested: bool
+) -> dict[str, str]:
+    """Return which systems are left out, and why, because nvidia-modelopt is missing to calibrate random weights.
+
+    Raises DependencyError instead if the systems were requested by name.
+    """
+    if not isinstance(factory, Factory):
+        return {}
+    family = factory.family
+    specs = {name: factory.configs[name].specs(family.parts) for name in names if name in factory.configs}
+    calibrated = [name for name, spec in specs.items() if family.capabilities.needs_scales(spec)]
+    try:
+        if calibrated:
+            load_modelopt()
+    except DependencyError as error:
+        if requested:
+            raise
+        say(f"left out: {', '.join(calibrated)}: {error}")
+        return dict.fromkeys(calibrated, str(error))
+    return {}
 
 
 def timed_once(factory: AnyFactory, names: Sequence[str], sweep: Sequence[int]) -> dict[str, dict[str, Any]]:

@@ -53,7 +53,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def _parts(report: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
-    actions = {"actions (normalised)": report["actions"], "actions (robot)": report["robot_actions"]}
+    actions = {"actions (normalized)": report["actions"], "actions (robot)": report["robot_actions"]}
     return {**report["components"], **actions}
 
 
