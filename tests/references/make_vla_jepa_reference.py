@@ -111,7 +111,7 @@ def processor() -> Any:
     )  # fmt: skip
 
 
-def backbone(variant: str) -> Any:
+def backbone(variant: str = "plain") -> Any:
     config = small_backbone()
     config.text_config.vocab_size = 128
     if variant == "full":
