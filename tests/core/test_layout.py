@@ -45,7 +45,7 @@ measure: checkpoints client component config engines families fp8 kernels latenc
     server transforms
 tune: config engines fp8 kernels measure policy
 images: component config engines kernels latency ledger nn progress runtime
-cli: checkpoints config engines families images ledger machine measure nn policy progress report server transforms
+cli: checkpoints config engines families images ledger machine measure policy progress report server transforms
     tune view
 __main__: cli
 """
