@@ -190,9 +190,9 @@ def draw_models(reports: Sequence[Report]) -> str:
 def _model_group(report: Report, *others: Report) -> tuple[str, list[Bar]]:
     model, steps = report["model"], report["rows"][0]["steps"]
     gpu = report["hardware"]["gpu"].removeprefix("NVIDIA ")
-    found, theirs = _medians(report, steps), {}
+    found, theirs = medians(report, steps), {}
     for one in (*others, report):
-        theirs |= {name: ms for name, ms in _medians(one, steps).items() if name in THEIRS}
+        theirs |= {name: ms for name, ms in medians(one, steps).items() if name in THEIRS}
 
     def drawn(label: str, ms: float, colour: str, words: str) -> Bar:
         return Bar(label, [(label, ms, colour)], f"{ms:.2f} ms{words}")
@@ -210,7 +210,7 @@ def _model_group(report: Report, *others: Report) -> tuple[str, list[Bar]]:
     return f"{_title(model)}, {steps_of(model['kind'], steps)}, {gpu}", bars
 
 
-def _medians(report: Report, steps: int) -> dict[str, float]:
+def medians(report: Report, steps: int) -> dict[str, float]:
     """Milliseconds of each system with so many steps."""
     return {row["system"]: row["median_ms"] for row in report["rows"] if row["steps"] == steps}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.memory import parameters
-from benchmarks.svg import THEIRS
+from benchmarks.svg import THEIRS, medians
 from benchmarks.tables.bench import PI0_PARTS, batched, call, component_columns
 from benchmarks.tables.table import (
     MODELS,
@@ -284,7 +284,7 @@ def headline(results: Sequence[Row]) -> str:
     success next to FP32. `results`: a `vla-accel bench` and an `eval.paired`."""
     bench, pairs = results
     steps, gpu = bench["rows"][0]["steps"], bench["hardware"]["gpu"].removeprefix("NVIDIA ")
-    found = {row["system"]: row["median_ms"] for row in bench["rows"] if row["steps"] == steps}
+    found = medians(bench, steps)
     ours, kind = found["native-bf16"], MODELS[bench["model"]["kind"]]
     fastest = min(ms for name, ms in found.items() if name.startswith("native-"))
     other = min((name for name in found if name in THEIRS), key=found.__getitem__)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import re
 import runpy
@@ -166,28 +165,8 @@ NEEDS = {
 """Command to the optional packages that it cannot do without."""
 
 
-SLOW = ("vla-accel calibrate ", "vla-accel flow ", "vla-accel tune ", "vla-accel bench demo --config native ")
-"""Take more than a few seconds even so."""
-
-
-def is_slow(command: Command) -> bool:
-    """Also what another one runs with the same configuration, and other options."""
-    kind = program_of(command)
-    return command.line.startswith(SLOW) or command is not next(c for c in RUN if program_of(c) == kind)
-
-
-def program_of(command: Command) -> tuple[str, ...]:
-    words = shlex.split(command.line)
-    return (*words[: 3 if words[0] == "python" else 2], *(b for a, b in itertools.pairwise(words) if a == "--config"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, marks=[pytest.mark.slow] if is_slow(c) else [])
-     for c in RUN],
-    ids=lambda c: f"{c.page}: {c.line}",
-)  # fmt: skip
+@pytest.mark.parametrize("command", RUN, ids=lambda c: f"{c.page}: {c.line}")
 def test_a_command_runs(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))

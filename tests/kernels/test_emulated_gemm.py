@@ -210,8 +210,7 @@ ACTIVATIONS = (
     ("activation", "kind", "quantize"),
     [
         *((activation, BF16, None) for activation in ACTIVATIONS),
-        *((activation, FP8, 40.0) for activation in ACTIVATIONS[:2]),
-        *(pytest.param(activation, FP8, 40.0, marks=pytest.mark.slow) for activation in ACTIVATIONS[2:]),
+        *((activation, FP8, 40.0) for activation in ACTIVATIONS),
     ],
 )
 def test_activations(activation: Activation, kind: torch.dtype, quantize: float | None, multiply: Multiply) -> None:

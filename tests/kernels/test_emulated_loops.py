@@ -42,7 +42,6 @@ CASES = {
     **{f"smolvla {name}": case for name, case in EXPERTS.items() if not name.startswith("full")},
     "smolvla two tiles of rows a block": smolvla_case(40, 33, steps=1, heads=8, kv_heads=1, horizon=50),
 }
-QUICK = ("pi05 10", "pi0 50", "smolvla 17 actions", "smolvla three sequences")
 
 
 class EmulatedLoop:
@@ -77,7 +76,7 @@ def assert_near(loops: Loops, got: Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_the_loop_is_as_near_as_fused_ops(name: str, emulated: Path) -> None:
     loops = Loops(CASES[name])
     loop = EmulatedLoop(loops, emulated)

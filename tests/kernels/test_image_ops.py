@@ -122,7 +122,7 @@ def test_attention_by_products(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize(("options", "count"), [(["--few"], 76), pytest.param([], 157, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("options", "count"), [(["--few"], 76), ([], 157)])
 def test_kernels_compute_what_the_references_do(options: list[str], count: int) -> None:
     cases = [line.split(" ", 1) for line in lines_of("interpret_image", *options)]
     assert len(cases) == count

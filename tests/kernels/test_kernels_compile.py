@@ -302,7 +302,7 @@ def test_tiles_compile(tile: HopperTile, compile_and_check: Callable[..., None])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [41, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (50, 98, 262))])
+@pytest.mark.parametrize("rows", [41, 50, 98, 262])
 def test_tiles_for_weights_of_one_byte_compile(rows: int, compile_and_check: Callable[..., None]) -> None:
     """The first choice for each product of a loop, with one and with two resident blocks: a residual, modulated norms,
     gate and up, rotated heads."""

@@ -49,7 +49,6 @@ CASES = {
     ),
     "narrow": (replace(LOOPS["narrow"], steps=2), 3),
 }  # fmt: skip
-QUICK = ("demo", "pi0", "uneven steps")
 
 
 def gpu_of(blocks: int, shared: int = RTX_4090.shared_per_block) -> Gpu:
@@ -84,7 +83,7 @@ def assert_near(loops: Loops, got: Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_the_loop_is_as_near_as_fused_ops_and_repeats_its_bits(name: str, emulated: Path) -> None:
     case, blocks = CASES[name]
     loops = Loops(case)

@@ -103,11 +103,8 @@ def correct(folder: Path) -> Tensor:
     return unet.run(unet.persistent(gpu_of(5)))
 
 
-QUICK = ("DDPM", "two levels, three taps, other groups")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_as_near_as_fused_ops_and_repeats_its_bits(name: str, emulated: Path) -> None:
     unet = Unet(emulated, **CASES[name])
     program = unet.persistent(gpu_of(5))
@@ -118,9 +115,7 @@ def test_the_kernel_is_as_near_as_fused_ops_and_repeats_its_bits(name: str, emul
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("blocks", "shared"), [
-    (1, H200.shared_per_block), pytest.param(17, 64 * 1024, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(("blocks", "shared"), [(1, H200.shared_per_block), (17, 64 * 1024)])
 def test_the_result_does_not_depend_on_the_gpu(blocks: int, shared: int, emulated: Path) -> None:
     """A GPU's multiprocessors and its shared memory decide who computes what, and no sum. 64 KB hold two stages."""
     unet = Unet(emulated)

@@ -245,7 +245,7 @@ def groot(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [pi05, *(pytest.param(one, marks=pytest.mark.slow) for one in (smolvla, groot))])
+@pytest.mark.parametrize("write", [pi05, smolvla, groot])
 def test_the_command_writes_a_configuration_that_others_take(
     write: Callable[[Path], list[dict[str, Any]]],
     tmp_path: Path,

@@ -48,7 +48,6 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
 }
 WORDS = {"act": ("--batch", "2")}
 """Of a family without steps; others take two."""
-QUICK = ("torch-export", "act")
 # tests/engines/test_onnx_export.py has the graphs of the other families.
 CASES = [*(("torch-export", name) for name in FOLDERS), ("onnx", "act"), ("onnx", "diffusion_policy")]
 
@@ -87,9 +86,7 @@ def export_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "family"), [pytest.param(*case, marks=[pytest.mark.slow] * (case != QUICK)) for case in CASES]
-)
+@pytest.mark.parametrize(("form", "family"), CASES)
 def test_the_files_give_the_policys_actions(form: str, family: str, export_of: Callable[[str, str], Path]) -> None:
     if form == "onnx":
         pytest.importorskip("onnxscript", reason="NOT RUN: needs pip install 'vla_accel[onnx]'")
@@ -112,7 +109,7 @@ def test_the_files_give_the_policys_actions(form: str, family: str, export_of: C
 
 @pytest.mark.slow
 def test_the_script_runs_without_this_package(tmp_path: Path, export_of: Callable[[str, str], Path]) -> None:
-    folder = shutil.copytree(export_of(*QUICK), tmp_path / "out")
+    folder = shutil.copytree(export_of("torch-export", "act"), tmp_path / "out")
     hidden = "import sys; sys.modules['vla_accel'] = None; sys.argv = sys.argv[1:]; import runpy; "
     hidden += "runpy.run_path(sys.argv[0], run_name='__main__')"
     words = [sys.executable, "-c", hidden, str(folder / "run.py")]

@@ -76,7 +76,7 @@ def test_a_policy_read_part_by_part_computes_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [pytest.param(NATIVE, marks=pytest.mark.slow), FP8, EAGER])
+@pytest.mark.parametrize("config", [NATIVE, FP8, EAGER])
 def test_each_weight_is_there_once(tmp_path: Path, config: PolicyConfig) -> None:
     write_tiny_checkpoint(tmp_path, "pi05", seed=1)
     earlier, known = live(), Counted("cpu")

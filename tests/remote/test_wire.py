@@ -247,7 +247,7 @@ def a_value_or_a_wire_error(data: bytes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("examples", [200, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [200, 1500])
 def test_any_bytes_are_a_value_or_a_wire_error(examples: int) -> None:
     settings(QUICK, max_examples=examples)(given(messages())(a_value_or_a_wire_error))()
 
