@@ -15,7 +15,7 @@ from vla_accel.kernels.image.convolution import STEM, STEM_COLUMNS, ConvPlan, Co
 from vla_accel.kernels.triton_common import activated, wait_for_previous
 
 TAPS, COLUMNS = constexpr(STEM), constexpr(STEM_COLUMNS)
-_PIXELS, _DEPTH = 128, 32
+_PIXELS, _DEPTH = 64, 32
 """Pixels of a program of the stem, and columns of its weight that it multiplies at a time."""
 
 
