@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.tiny import NATIVE, PARTS, tiny_observation
 from vla_accel import OptimizedPolicy
@@ -100,6 +101,27 @@ def with_sizes(first: tuple[int, int], second: tuple[int, int] = (28, 28), seed:
 
 def as_floats(observation: dict[str, Any]) -> dict[str, Any]:
     return {**observation, IMAGE: observation[IMAGE].astype(np.float32) / 255}
+
+
+def as_tensors(observation: dict[str, Any]) -> dict[str, Any]:
+    """Floats with channels first, as lerobot sends them."""
+    floats = as_floats(observation)
+    return {**floats, IMAGE: torch.from_numpy(floats[IMAGE]).permute(2, 0, 1).contiguous()}
+
+
+def as_views(observation: dict[str, Any]) -> dict[str, Any]:
+    """The same pixels, in arrays whose memory has the channels in reverse or the image upside down."""
+    image, wrist = observation[IMAGE], observation[WRIST]
+    return {**observation, IMAGE: image[..., ::-1].copy()[..., ::-1], WRIST: wrist[::-1, ::-1].copy()[::-1, ::-1]}
+
+
+@pytest.mark.parametrize("form", [as_tensors, as_views])
+def test_the_layout_of_images_in_memory_changes_nothing(form: Any, policy: OptimizedPolicy) -> None:
+    """Neither do calls of other layouts in between."""
+    for seed in range(2):
+        given = tiny_observation(seed)
+        want = answer(policy, as_floats(given) if form is as_tensors else given)
+        np.testing.assert_array_equal(answer(policy, form(given)), want)
 
 
 @pytest.mark.parametrize("form", [dict, as_floats], ids=["bytes", "floats"])
