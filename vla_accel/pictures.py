@@ -181,21 +181,27 @@ class PixelValues:
     cameras: tuple[ChannelScale, ...] = ()
 
     def maps(self, sizes: Sequence[tuple[int, int, int]], size: int, method: Resize) -> np.ndarray:
-        """Return a pixel map for each view, float32 (views, `MAP_WIDTH`).
+        """Return a pixel map for each view, float32 (views, `MAP_WIDTH`), read-only.
 
         `sizes`: for each view (index of its camera in the preset, image height, image width); `size`: side of the
         model's square.
         """
-        made = np.zeros((len(sizes), MAP_WIDTH), np.float32)
-        for row, (camera, height, width) in zip(made, sizes, strict=True):
-            top, left, inner_height, inner_width = placed(height, width, size, method)
-            scale = self.cameras[camera] if self.cameras else ChannelScale()
-            row[: OUTSIDE + 1] = top, left, top + inner_height, left + inner_width, self.outside
-            resized = (height, width) != (size, size)
-            row[LOWEST:OFFSET] = self.clipped if self.clipped and resized else (-_LARGEST, _LARGEST)
-            row[OFFSET] = scale.offset
-            row[SHIFT:SCALE], row[SCALE:MAP_WIDTH] = scale.shift, scale.scale
-        return made
+        return _maps(self, tuple(sizes), size, method)
+
+
+@lru_cache(maxsize=64)
+def _maps(values: PixelValues, sizes: Sequence[tuple[int, int, int]], size: int, method: Resize) -> np.ndarray:
+    made = np.zeros((len(sizes), MAP_WIDTH), np.float32)
+    for row, (camera, height, width) in zip(made, sizes, strict=True):
+        top, left, inner_height, inner_width = placed(height, width, size, method)
+        scale = values.cameras[camera] if values.cameras else ChannelScale()
+        row[: OUTSIDE + 1] = top, left, top + inner_height, left + inner_width, values.outside
+        resized = (height, width) != (size, size)
+        row[LOWEST:OFFSET] = values.clipped if values.clipped and resized else (-_LARGEST, _LARGEST)
+        row[OFFSET] = scale.offset
+        row[SHIFT:SCALE], row[SCALE:MAP_WIDTH] = scale.shift, scale.scale
+    made.setflags(write=False)
+    return made
 
 
 def example_map(size: int) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 
 from vla_accel.errors import DependencyError, ObservationError
-from vla_accel.pictures import Resize, fitted
+from vla_accel.pictures import ChannelScale, PixelValues, Resize, fitted
 from vla_accel.transforms.images import resize, to_uint8
 
 SIZES = [(480, 640), (640, 480), (256, 256), (100, 30), (28, 300), (56, 56), (20, 20), (29, 28), (112, 112)]
@@ -79,6 +80,24 @@ def test_an_image_of_the_right_size_is_not_copied() -> None:
     np.testing.assert_array_equal(resized(flipped, "antialias"), resized(np.ascontiguousarray(flipped), "antialias"))
 
 
+def test_pixel_maps_are_those_of_their_values_and_sizes() -> None:
+    """Also of a second call. Nobody may change them, because calls share them."""
+    scales = [(), (ChannelScale((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), 7.0),)]
+    values = [PixelValues(outside, clipped, scale) for outside in (0.0, -255.0) for clipped in (None, (0.0, 255.0))
+              for scale in scales]  # fmt: skip
+    places: list[tuple[list[tuple[int, int, int]], int, Resize]] = [
+        ([(0, *size)], side, method) for size in ((36, 60), (60, 36)) for side in (28, 56)
+        for method in ("bilinear", "corner")
+    ]  # fmt: skip
+    cases = [(one, place) for one in values for place in places]
+    first = [one.maps(*place).copy() for one, place in cases]
+    assert len({made.tobytes() for made in first}) == len(cases)
+    for (one, place), want in zip(reversed(cases), reversed(first), strict=True):
+        made = replace(one).maps(*place)
+        np.testing.assert_array_equal(made, want)
+        assert not made.flags.writeable
+
+
 def test_a_sliver_is_refused() -> None:
     with pytest.raises(ObservationError, match="resized to 56"):
         resized(picture(1, 300), "antialias")
@@ -99,6 +118,36 @@ def test_kinds_of_pixels() -> None:
         np.testing.assert_array_equal(to_uint8(same, "k"), image)
     np.testing.assert_array_equal(to_uint8(image / 255, "k"), (255 * (image / 255)).astype(np.uint8))
     assert (to_uint8(np.full((2, 2, 3), 0.999, np.float16), "k") == 254).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4"])
+def test_floats_of_every_layout_are_cut_to_levels(dtype: Any) -> None:
+    """To the last bit, from 0, -0 and the numbers next to each level up to 1; the argument is not changed."""
+    levels = picture(20, 30)
+    image = (levels / 255).astype(dtype)
+    image[::3] = np.nextafter(image[::3], np.float32(0).astype(dtype))
+    image[0, :3] = 0.0, -0.0, 1.0
+    want = (255 * image).astype(np.uint8)
+    for given in (image, np.moveaxis(np.moveaxis(image, -1, 0).copy(), 0, -1), image[::-1, ::-1], image[..., ::-1]):
+        before = given.copy()
+        got = to_uint8(given, "k")
+        np.testing.assert_array_equal(got, (255 * before).astype(np.uint8))
+        np.testing.assert_array_equal(given, before)
+    first = np.ascontiguousarray(np.moveaxis(image, -1, 0))
+    for given in (first, torch.from_numpy(first) if first.dtype.isnative else first):
+        np.testing.assert_array_equal(to_uint8(given, "k"), want)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4"])
+@pytest.mark.parametrize("wrong", ["above", "below", np.nan, -np.nan, np.inf, -np.inf])
+def test_one_float_out_of_range_is_refused(dtype: Any, wrong: Any) -> None:
+    one = np.ones((), dtype)
+    beside = {"above": np.nextafter(one, one + one), "below": np.nextafter(one - one, -one)}
+    for channels_first in (False, True):
+        image = np.full((3, 20, 30) if channels_first else (20, 30, 3), 0.5, dtype)
+        image[2, 11, 1] = beside.get(wrong, wrong)
+        with pytest.raises(ObservationError, match=r"^k: expected uint8, or floats in \[0, 1\], got "):
+            to_uint8(image, "k")
 
 
 RGB = Image.fromarray(picture(20, 30))

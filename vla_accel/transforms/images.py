@@ -9,6 +9,8 @@ import numpy as np
 from vla_accel.errors import DependencyError, ObservationError
 from vla_accel.pictures import Resampling, Resize, neighbours, placed
 
+_ONE = np.float32(1).view(np.uint32)
+
 
 def to_uint8(image: Any, key: str) -> np.ndarray:
     """Return an image as uint8 (H, W, 3), without a copy if it is one already.
@@ -35,16 +37,28 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
         raise ObservationError(
             f"{key}: expected shape (height, width, 3), got {image.shape or f'{image.item()!r:.60}'}{hint}"
         )
+    if image.dtype != np.uint8:
+        image = _levels(image, key)
     # As openpi: three rows are channels.
-    if image.shape[0] == 3:
-        image = np.moveaxis(image, 0, -1)
-    if image.dtype == np.uint8:
-        return image
+    return image.transpose(1, 2, 0) if image.shape[0] == 3 else image
+
+
+def _levels(image: np.ndarray, key: str) -> np.ndarray:
+    """Return floats in [0, 1] as uint8 of the same axes, in the same order in memory."""
     if not np.issubdtype(image.dtype, np.floating):
         raise ObservationError(f"{key}: expected dtype uint8, got {image.dtype}")
-    if not np.isfinite(image).all() or image.min() < 0 or image.max() > 1:
+    if not _in_range(image):
         raise ObservationError(f"{key}: expected uint8, or floats in [0, 1], got {image.min()} to {image.max()}")
     return (255 * image).astype(np.uint8)
+
+
+def _in_range(image: np.ndarray) -> bool:
+    """Return whether all floats are in [0, 1]."""
+    # Read as integers, float32 numbers above 1, infinity, NaN and those with a sign are larger than 1: one pass.
+    if image.dtype == np.float32 and image.view(np.uint32).max() <= _ONE:
+        return True
+    # -0 is in the range. The minimum and the maximum are NaN if a number is, and no comparison with NaN holds.
+    return bool(image.min() >= 0 and image.max() <= 1)
 
 
 def frames(image: Any, key: str, most: int) -> list[np.ndarray]:
