@@ -138,6 +138,7 @@ def test_the_oldest_observation_is_repeated() -> None:
     "change",
     [
         {CAMERAS[0]: np.zeros((4, 4, 3), np.uint8)}, {"observation.state": np.full(6, np.nan)},
+        {"observation.state": np.full(6, 1e300)},
         {CAMERAS[0]: np.ma.masked_equal(np.zeros((40, 56, 3), np.uint8), 0)}, {CAMERAS[1]: None},
         {CAMERAS[0]: SimpleNamespace(mode="HSV")},
     ],

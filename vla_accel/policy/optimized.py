@@ -207,7 +207,7 @@ class OptimizedPolicy:
         ObservationError for bad input."""
         with self._lock:
             if self._history is not None:
-                self.processor.observe(observation)
+                self.processor.prepare(observation)  # refuses what a call would refuse
                 self._history.add(observation)
 
     @without_autocast()

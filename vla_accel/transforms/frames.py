@@ -82,11 +82,8 @@ class FrameProcessor(ScalingTransforms):
         scales = [(c.low + c.span / 2, c.span / 2) if c.kind == "quantile" else (c.low, c.span) for c in self.cameras]
         return np.asarray(scales, np.float32)
 
-    def observe(self, observation: Mapping[str, Any]) -> FrameInputs:
-        return self._frames(self._reader.read(observation))
-
-    def _frames(self, seen: Observed) -> FrameInputs:
-        """Check and convert what the reader found."""
+    def observe(self, observation: Mapping[str, Any]) -> Observed:
+        seen = self._reader.read(observation)
         views = {key: frames(image, key, self.history) for key, image in seen.views.items()}
         for key, shape in zip(self.preset.images, self.frame_shapes, strict=True):
             images, expected = views[key], (*shape, 3)
@@ -95,12 +92,8 @@ class FrameProcessor(ScalingTransforms):
         states = np.atleast_2d(seen.state)
         if self.history > 1:
             states = self._with_history(states, seen.views)
-        normalised = self.state.normalise(self._model_state(states))
-        return FrameInputs(
-            tuple(images[moment] for moment in range(self.history) for images in views.values()),
-            self._padded_state(normalised, states.shape[1], states),
-            states[-1],
-        )
+        images = tuple(images[moment] for moment in range(self.history) for images in views.values())
+        return Observed(seen.views, states, seen.prompt, images)
 
     def _with_history(self, states: np.ndarray, views: Mapping[str, Any]) -> np.ndarray:
         """Repeat the oldest state until there are `history` of them; refuse other counts of images than of states."""
@@ -111,8 +104,10 @@ class FrameProcessor(ScalingTransforms):
             raise ObservationError(f"observation: expected the same number of time steps for each key, got {found}")
         return np.concatenate([states[:1]] * (self.history - len(states)) + [states])
 
-    def encode(self, seen: FrameInputs) -> FrameInputs:
-        return seen
+    def encode(self, seen: Observed) -> FrameInputs:
+        normalised = self.state.normalise(self._model_state(seen.state))
+        state = self._padded_state(normalised, seen.state.shape[1], seen.state)
+        return FrameInputs(seen.images, state, seen.state[-1])
 
     def returned(self, horizon: int) -> int:
         return horizon - self.first

@@ -18,6 +18,7 @@ from vla_accel.families.diffusion_policy.network import DiffusionPolicy, Diffusi
 from vla_accel.families.family import IMAGES, Capabilities, Family, Rows, Shape
 from vla_accel.nn.flow import Schedule
 from vla_accel.transforms.frames import FrameInputs
+from vla_accel.transforms.observations import Observed
 
 
 class _Part(nn.Module):
@@ -126,7 +127,7 @@ class DiffusionPolicyFamily(Family[DiffusionPolicyConfig, FrameInputs, Shape]):
     ) -> Shape:  # fmt: skip
         return Shape(len(inputs), schedule)
 
-    def image_feed(self, config: DiffusionPolicyConfig, seen: Sequence[FrameInputs]) -> Mapping[str, Rows]:
+    def image_feed(self, config: DiffusionPolicyConfig, seen: Sequence[Observed | FrameInputs]) -> Mapping[str, Rows]:
         return {IMAGES: [image for one in seen for image in one.images]}
 
     def feed(self, config: DiffusionPolicyConfig, inputs: Sequence[FrameInputs]) -> Mapping[str, Rows]:

@@ -20,6 +20,7 @@ from vla_accel.families.multi_task_dit.network import MultiTaskDit, MultiTaskDit
 from vla_accel.families.multi_task_dit.transforms import TaskInputs
 from vla_accel.nn.fixed import Fixed
 from vla_accel.nn.flow import Schedule
+from vla_accel.transforms.observations import Observed
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class MultiTaskDitFamily(Family[MultiTaskDitConfig, TaskInputs, Shape]):
     ) -> Shape:  # fmt: skip
         return Shape(len(inputs), schedule)
 
-    def image_feed(self, config: MultiTaskDitConfig, seen: Sequence[TaskInputs]) -> Mapping[str, Rows]:
+    def image_feed(self, config: MultiTaskDitConfig, seen: Sequence[Observed | TaskInputs]) -> Mapping[str, Rows]:
         return {IMAGES: [image for one in seen for image in one.images]}
 
     def feed(self, config: MultiTaskDitConfig, inputs: Sequence[TaskInputs]) -> Mapping[str, Rows]:

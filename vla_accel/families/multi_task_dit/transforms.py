@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from vla_accel.errors import ObservationError
 from vla_accel.transforms.frames import FrameInputs, FrameProcessor
-from vla_accel.transforms.observations import Reader
+from vla_accel.transforms.observations import Observed, Reader
 from vla_accel.transforms.processing import ORDINARY, PromptTransforms
 from vla_accel.transforms.tokenizer import Tokenizer, checked_length, checked_prompt
 
 
 @dataclass(frozen=True)
 class TaskInputs(FrameInputs):
-    """`FrameInputs` with the instruction: `prompt`, unchecked, and its `tokens`, int64 (L,)."""
+    """`FrameInputs` with the `tokens` of the instruction, int64 (L,)."""
 
-    prompt: Any = None
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
@@ -37,13 +34,10 @@ class TaskProcessor(PromptTransforms, FrameProcessor):
     def _make_reader(self) -> Reader:
         return Reader(self.preset, self.default_prompt, history=self.history)
 
-    def observe(self, observation: Mapping[str, Any]) -> TaskInputs:
-        seen = self._reader.read(observation)
-        return TaskInputs(**vars(self._frames(seen)), prompt=seen.prompt)
-
-    def encode(self, seen: TaskInputs) -> TaskInputs:  # type: ignore[override]
+    def encode(self, seen: Observed) -> TaskInputs:
         prompt = checked_prompt(seen.prompt, self.preset.prompt)
-        return replace(seen, tokens=self._cached(prompt, lambda: self._tokens(prompt)))
+        tokens = self._cached(prompt, lambda: self._tokens(prompt))
+        return TaskInputs(**vars(super().encode(seen)), tokens=tokens)
 
     def ordinary_prompt(self) -> str:
         """Return the first of some ever shorter instructions that fits; the shortest if none does."""
