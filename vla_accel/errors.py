@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 
 def nearest(name: object, known: Iterable[str], before: str = "") -> str:
@@ -67,12 +66,14 @@ class ServerError(VlaAccelError):
     """A policy server cannot be reached, did not answer in time, or reported an error."""
 
 
-@contextlib.contextmanager
-def of_one(index: int, count: int) -> Iterator[None]:
+class of_one:
     """Prefix errors of the block with "observations[index]: " if there is more than one observation."""
-    try:
-        yield
-    except VlaAccelError as error:
-        if count == 1:
-            raise
-        raise type(error)(f"observations[{index}]: {error}") from error
+
+    def __init__(self, index: int, count: int) -> None:
+        self._index, self._count = index, count
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._count > 1 and isinstance(error, VlaAccelError):
+            raise type(error)(f"observations[{self._index}]: {error}") from error

@@ -89,7 +89,7 @@ class FrameProcessor(ScalingTransforms):
             images, expected = views[key], (*shape, 3)
             if wrong := [image.shape for image in images if image.shape != expected]:
                 raise ObservationError(f"{key}: expected shape {expected}, as the policy was trained, got {wrong[0]}")
-        states = np.atleast_2d(seen.state)
+        states = seen.state if seen.state.ndim == 2 else seen.state[None]
         if self.history > 1:
             states = self._with_history(states, seen.views)
         images = tuple(images[moment] for moment in range(self.history) for images in views.values())

@@ -22,14 +22,8 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
     Raises:
         ObservationError: Anything else, also a Pillow image in other colours than RGB (HSV, YCbCr, LAB).
     """
-    if type(image).__module__.partition(".")[0] == "PIL" and getattr(image, "mode", "RGB") != "RGB":
-        raise ObservationError(f'{key}: expected an image of mode RGB, got {image.mode}; pass image.convert("RGB")')
-    if np.ma.is_masked(image):
-        raise ObservationError(f"{key}: expected an image without a mask, got a masked array; fill its pixels first")
-    try:
-        image = np.asarray(image)
-    except (TypeError, ValueError) as error:  # lists of unequal length, a tensor on a GPU
-        raise ObservationError(f"{key}: expected an array, got a {type(image).__name__} ({error})") from error
+    if type(image) is not np.ndarray:
+        image = _array(image, key)
     if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]) or 0 in image.shape:
         alpha = image.ndim == 3 and 4 in (image.shape[0], image.shape[-1])
         colours = "[..., :3]" if alpha and image.shape[-1] == 4 else "[:3]"
@@ -41,6 +35,18 @@ def to_uint8(image: Any, key: str) -> np.ndarray:
         image = _levels(image, key)
     # As openpi: three rows are channels.
     return image.transpose(1, 2, 0) if image.shape[0] == 3 else image
+
+
+def _array(image: Any, key: str) -> np.ndarray:
+    """Return an image of another type as an array."""
+    if type(image).__module__.partition(".")[0] == "PIL" and getattr(image, "mode", "RGB") != "RGB":
+        raise ObservationError(f'{key}: expected an image of mode RGB, got {image.mode}; pass image.convert("RGB")')
+    if np.ma.is_masked(image):
+        raise ObservationError(f"{key}: expected an image without a mask, got a masked array; fill its pixels first")
+    try:
+        return np.asarray(image)
+    except (TypeError, ValueError) as error:  # lists of unequal length, a tensor on a GPU
+        raise ObservationError(f"{key}: expected an array, got a {type(image).__name__} ({error})") from error
 
 
 def _levels(image: np.ndarray, key: str) -> np.ndarray:
