@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 def nearest(name: object, known: Iterable[str], before: str = "") -> str:
@@ -66,14 +67,12 @@ class ServerError(VlaAccelError):
     """A policy server cannot be reached, did not answer in time, or reported an error."""
 
 
-class of_one:
+@contextlib.contextmanager
+def of_one(index: int, count: int) -> Iterator[None]:
     """Prefix errors of the block with "observations[index]: " if there is more than one observation."""
-
-    def __init__(self, index: int, count: int) -> None:
-        self._index, self._count = index, count
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._count > 1 and isinstance(error, VlaAccelError):
-            raise type(error)(f"observations[{self._index}]: {error}") from error
+    try:
+        yield
+    except VlaAccelError as error:
+        if count == 1:
+            raise
+        raise type(error)(f"observations[{index}]: {error}") from error

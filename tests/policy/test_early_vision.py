@@ -119,9 +119,9 @@ def as_views(observation: dict[str, Any]) -> dict[str, Any]:
 def test_the_layout_of_images_in_memory_changes_nothing(form: Any, policy: OptimizedPolicy) -> None:
     """Neither do calls of other layouts in between."""
     for seed in range(2):
-        given = tiny_observation(seed)
-        want = answer(policy, as_floats(given) if form is as_tensors else given)
-        np.testing.assert_array_equal(answer(policy, form(given)), want)
+        observation = tiny_observation(seed)
+        want = answer(policy, as_floats(observation) if form is as_tensors else observation)
+        np.testing.assert_array_equal(answer(policy, form(observation)), want)
 
 
 @pytest.mark.parametrize("form", [dict, as_floats], ids=["bytes", "floats"])

@@ -128,24 +128,24 @@ def test_floats_of_every_layout_are_cut_to_levels(dtype: Any) -> None:
     image[::3] = np.nextafter(image[::3], np.float32(0).astype(dtype))
     image[0, :3] = 0.0, -0.0, 1.0
     want = (255 * image).astype(np.uint8)
-    for given in (image, np.moveaxis(np.moveaxis(image, -1, 0).copy(), 0, -1), image[::-1, ::-1], image[..., ::-1]):
-        before = given.copy()
-        got = to_uint8(given, "k")
+    for one in (image, np.moveaxis(np.moveaxis(image, -1, 0).copy(), 0, -1), image[::-1, ::-1], image[..., ::-1]):
+        before = one.copy()
+        got = to_uint8(one, "k")
         np.testing.assert_array_equal(got, (255 * before).astype(np.uint8))
-        np.testing.assert_array_equal(given, before)
+        np.testing.assert_array_equal(one, before)
     first = np.ascontiguousarray(np.moveaxis(image, -1, 0))
-    for given in (first, torch.from_numpy(first) if first.dtype.isnative else first):
-        np.testing.assert_array_equal(to_uint8(given, "k"), want)
+    for one in (first, torch.from_numpy(first) if first.dtype.isnative else first):
+        np.testing.assert_array_equal(to_uint8(one, "k"), want)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4"])
 @pytest.mark.parametrize("wrong", ["above", "below", np.nan, -np.nan, np.inf, -np.inf])
 def test_one_float_out_of_range_is_refused(dtype: Any, wrong: Any) -> None:
     one = np.ones((), dtype)
-    beside = {"above": np.nextafter(one, one + one), "below": np.nextafter(one - one, -one)}
+    values = {"above": np.nextafter(one, one + one), "below": np.nextafter(one - one, -one)}
     for channels_first in (False, True):
         image = np.full((3, 20, 30) if channels_first else (20, 30, 3), 0.5, dtype)
-        image[2, 11, 1] = beside.get(wrong, wrong)
+        image[2, 11, 1] = values.get(wrong, wrong)
         with pytest.raises(ObservationError, match=r"^k: expected uint8, or floats in \[0, 1\], got "):
             to_uint8(image, "k")
 

@@ -89,11 +89,11 @@ class FrameProcessor(ScalingTransforms):
             images, expected = views[key], (*shape, 3)
             if wrong := [image.shape for image in images if image.shape != expected]:
                 raise ObservationError(f"{key}: expected shape {expected}, as the policy was trained, got {wrong[0]}")
-        states = seen.state if seen.state.ndim == 2 else seen.state[None]
+        states = np.atleast_2d(seen.state)
         if self.history > 1:
             states = self._with_history(states, seen.views)
-        images = tuple(images[moment] for moment in range(self.history) for images in views.values())
-        return Observed(seen.views, states, seen.prompt, images)
+        images = tuple(view[moment] for moment in range(self.history) for view in views.values())
+        return replace(seen, state=states, images=images)
 
     def _with_history(self, states: np.ndarray, views: Mapping[str, Any]) -> np.ndarray:
         """Repeat the oldest state until there are `history` of them; refuse other counts of images than of states."""

@@ -302,7 +302,7 @@ class Processor(ScalingTransforms, PromptTransforms):
             rows = [(preset.images.index(key), *hw) for key, hw in zip(images, sizes, strict=True)]
             maps = self.pixels.maps(rows, size, preset.resize)
         cameras = None if set(sizes) == {(size, size)} else Cameras(sizes, preset.resize)
-        return Observed(seen.views, seen.state, seen.prompt, tuple(images.values()), cameras, maps)
+        return replace(seen, images=tuple(images.values()), cameras=cameras, pixel_maps=maps)
 
     def resized(self, seen: Observed) -> Observed:
         if seen.cameras is None:
