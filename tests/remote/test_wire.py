@@ -241,15 +241,12 @@ def test_claimed_lengths_allocate_nothing() -> None:
 # -- fuzz ---------------------------------------------------------------------------------------------------------
 
 
-def a_value_or_a_wire_error(data: bytes) -> None:
+@pytest.mark.slow
+@settings(QUICK, max_examples=1500)
+@given(messages())
+def test_any_bytes_are_a_value_or_a_wire_error(data: bytes) -> None:
     outcome(data)
     assert decoder_peak(data) <= allowed_peak(data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("examples", [200, 1500])
-def test_any_bytes_are_a_value_or_a_wire_error(examples: int) -> None:
-    settings(QUICK, max_examples=examples)(given(messages())(a_value_or_a_wire_error))()
 
 
 @pytest.mark.slow

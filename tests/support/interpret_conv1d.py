@@ -1,7 +1,6 @@
 """The kernels of `kernels/conv1d` in Triton's interpreter, compared with their torch references, and the denoising
 programs of a small Diffusion Policy and a small Multi-task DiT (`interpreter`, test_conv1d). `main` prints for each
-case the largest difference, relative to the largest value, and its name; with --few none of the programs, and fewer of
-the passes."""
+case the largest difference, relative to the largest value, and its name."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ Case = Callable[[], list[Tensor]]
 """Runs an op, and returns what it wrote."""
 
 
-def cases(few: bool) -> dict[str, Case]:
+def cases() -> dict[str, Case]:
     """By name. Sequences and groups that are no powers of two."""
     generator = torch.Generator().manual_seed(0)
 
@@ -76,7 +75,7 @@ def cases(few: bool) -> dict[str, Case]:
     gates, of_rows = wide(2, 3 * channels + 9), wide(batch, 3 * channels + 9)
     found: dict[str, Case] = {
         f"normed{name}{' residual' * (r is not None)}": lambda f=film, r=r: normed(norm, f, r)
-        for name, film in films.items() for r in ((residual,) if few else (None, residual))
+        for name, film in films.items() for r in (None, residual)
     }  # fmt: skip
     found |= {
         "placed": lambda: normed(None, None, None),
@@ -86,8 +85,10 @@ def cases(few: bool) -> dict[str, Case]:
         "modulated": lambda: modulated(1e-6, 1),
         "modulated from repeated rows": lambda: modulated(1e-6, 2),
         "gated": lambda: modulated(None, 1),
+        "program": program,
+        "transformer": transformer,
     }
-    return found if few else {**found, "program": program, "transformer": transformer}
+    return found
 
 
 def program(batch: int = 1) -> list[Tensor]:
@@ -125,8 +126,8 @@ def transformer(batch: int = 2) -> list[Tensor]:
     return [actions]
 
 
-def main(*words: str) -> None:
-    for name, run in cases("--few" in words).items():
+def main() -> None:
+    for name, run in cases().items():
         want = run()
         with steered("triton"):
             got = run()

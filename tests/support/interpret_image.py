@@ -1,6 +1,6 @@
 """Every kernel of `kernels/image/triton_image.py`, `triton_convolution.py`, `triton_depthwise.py` and `triton_pool.py`
 in Triton's interpreter, compared with its torch reference (`interpreter`, test_image_ops). `main` prints for each case
-(with --few about half of them) the largest difference, relative to the largest value, and its name."""
+the largest difference, relative to the largest value, and its name."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: str) -> Tensor:
     return ops.attend(q.float(), k.float(), v.float()) if path(q) == "reference" else ops.attend(q, k, v, how=how)
 
 
-def cases(few: bool) -> dict[str, Case]:
-    """By name. Channels that are no power of two; a height and width that fill no tile."""
+def cases(*, few: bool = False) -> dict[str, Case]:
+    """By name; with `few` about half of them. Channels that are no power of two, sizes that fill no tile."""
     generator = torch.Generator().manual_seed(0)
 
     def wide(*shape: int) -> Tensor:
@@ -176,8 +176,8 @@ def difference(got: Any, want: Any) -> float:
     return max(float((a.float() - b.float().cpu()).abs().max() / a.float().abs().max()) for a, b in pairs)
 
 
-def main(*words: str) -> None:
-    for name, (op, arguments) in cases("--few" in words).items():
+def main() -> None:
+    for name, (op, arguments) in cases().items():
         want = op(*arguments)
         with steered("triton"):
             got = op(*arguments)
