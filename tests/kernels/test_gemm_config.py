@@ -253,12 +253,40 @@ def test_the_best_of_triton_is_measured_against_cublas(best: str, monkeypatch: p
         seen.append(moments.columns)
 
     made.product("o", sizes, run, moments=moments_of_x, every_backend=True)
-    assert len(asked) == 3 and asked[2] == [asked[2][0], "cuBLAS"] and asked[2][0] in asked[1]
+    first, compared, *_ = asked
+    assert compared == [compared[0], "cuBLAS"] and compared[0] in first
     assert isinstance(made["o"].config, Library if best == "cuBLAS" else Pipelined)
     # The moments of cuBLAS's rows have one tile.
-    assert seen[-1] == 64 and set(seen[:-1]) >= {16}
+    assert {16, 64} <= set(seen)
+    asked.clear()
     made.product("o", sizes, run, moments=moments_of_x)
-    assert len(asked) == 5, "cuBLAS is measured on request only"
+    assert asked and not any("cuBLAS" in ways for ways in asked), "cuBLAS is measured on request only"
+
+
+@pytest.mark.parametrize(("factor", "stages"), [(1.4, 3), (1.6, 2), (None, 2)])
+def test_variants_of_a_kernel_that_is_far_too_slow_are_not_compiled(
+    factor: float | None, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`factor`: of cuBLAS's time; None: the kernel cannot run, for example because memory is short."""
+    asked: list[list[str]] = []
+
+    def remembered(what: str, ways: dict[str, Any], *_: Any) -> Fastest:
+        asked.append(list(ways))
+        times = {way: 1.0 if way == "cuBLAS" else factor or 1.0 for way in ways}
+        if factor is None and "cuBLAS" in ways:
+            times = {"cuBLAS": 1.0}
+        return Fastest(min(times, key=times.__getitem__), times)
+
+    def variants_of(gpu: Any, sizes: Any, config: Any) -> list[Any]:
+        return [config, dataclasses.replace(config, stages=7)]
+
+    monkeypatch.setattr(configs, "remembered", remembered)
+    monkeypatch.setattr("vla_accel.kernels.gemm.config.variants", variants_of)
+    x, sizes = torch.zeros(40, 64), GemmSizes(40, 128, 64, weight_bytes=4, row_bytes=4)
+    made = KernelChoices(torch.device("cpu"), Chain(None))
+    made.product("o", sizes, lambda: None, moments=functools.partial(Moments.like, x), every_backend=True)
+    assert len(asked) == stages and asked[1][1:] == ["cuBLAS"] and made["o"].config == Library()
+    assert stages == 2 or (asked[2][0] == "cuBLAS" and "7 stages" in asked[2][1])
 
 
 @pytest.mark.parametrize("best", ["computed", "written"])

@@ -6,6 +6,7 @@ the loop runs it, so that its weights come from memory and not from the cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,12 +17,17 @@ from vla_accel.kernels.attention import config as attention_config
 from vla_accel.kernels.attention.config import CrossShape, SuffixShape
 from vla_accel.kernels.attention.suffix import suffix_workspace
 from vla_accel.kernels.chain import Chain
+from vla_accel.kernels.config import Choice as Measured
 from vla_accel.kernels.config import measure
 from vla_accel.kernels.gemm import config as gemm_config
 from vla_accel.kernels.gemm.config import GemmConfig, GemmSizes, OneRow, Skinny
 from vla_accel.kernels.gemm.moments import Moments
 from vla_accel.kernels.gemm.ops import gemm_workspace
 from vla_accel.runtime import current
+
+_VARIANTS_WITHIN = 1.5
+"""Variants of Triton's fastest kernel are measured only if it takes at most so many times as long as the fastest of
+all: each variant is a kernel to compile."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class KernelChoices:
         """
         gpu = current(self.device).gpu
 
-        def among(what: str, configs: Sequence[GemmConfig]) -> Any:
+        def among(what: str, configs: Sequence[GemmConfig]) -> Measured:
             choices = []
             for config in configs:
                 written = None
@@ -79,11 +85,16 @@ class KernelChoices:
                 choices.append(Choice(config, gemm_workspace(sizes, self.device, config), written))
             return self._choose(kind, what, choices, run, 1)
 
-        best = among(str(sizes), gemm_config.candidates(gpu, sizes))
-        best = among(f"{sizes}, {best}", gemm_config.variants(gpu, sizes, best))
-        others = gemm_config.without_triton(gpu, sizes) if every_backend else []
-        if others:
-            among(f"{sizes}, {best}, without Triton", [best, *others])
+        best = found = among(str(sizes), gemm_config.candidates(gpu, sizes)).config
+        if others := gemm_config.without_triton(gpu, sizes) if every_backend else []:
+            compared = among(f"{sizes}, {best}, without Triton", [best, *others])
+            # A kernel that could not run has no time.
+            times = compared.times
+            if times and times.get(str(best), math.inf) > _VARIANTS_WITHIN * min(times.values()):
+                return
+            found = compared.config
+        if tried := [one for one in gemm_config.variants(gpu, sizes, best) if one != best]:
+            among(f"{sizes}, {found}, variants of {best}", [found, *tried])
 
     def few_rows_moments(
         self, products: Mapping[str, tuple[GemmSizes, Callable[[int], Moments | None]]], run: Callable[[], object]
@@ -131,7 +142,9 @@ class KernelChoices:
         `product`."""
         self._choose(kind, str(sizes), [Choice(config) for config in configs], run, 1)
 
-    def _choose(self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int) -> Any:
+    def _choose(
+        self, kind: str, what: str, choices: Sequence[Choice], run: Callable[[], object], repeats: int
+    ) -> Measured:
         by_config = {choice.config: choice for choice in choices}
 
         def run_with(config: Any) -> None:
@@ -143,4 +156,4 @@ class KernelChoices:
         self.chosen[kind] = by_config[found.config]
         if found.times:
             self._measured[kind] = str(found.config)
-        return found.config
+        return found
