@@ -42,10 +42,9 @@ from vla_accel.kernels.gemm.epilogue import PLAIN
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.gpu import Gpu
 from vla_accel.machine import resolve_device
-from vla_accel.measure.parity import compare, reference_of
+from vla_accel.measure.parity import Remembered, compare, reference_of
 from vla_accel.measure.random_policy import random_observations
 from vla_accel.measure.recording import load_observations
-from vla_accel.tune.measuring import Remembered
 
 WORST = 0.05
 """Largest error relative to the exact sum; a larger one is a bug."""

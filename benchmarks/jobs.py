@@ -297,8 +297,12 @@ JOBS: tuple[Job, ...] = (
     *(synthetic("smolvla", config) for config in ("native", "native_fp8")),
     *(synthetic(model, config) for model in ("groot", "groot_n16", "groot_n15")
       for config in ("native", "native_fp8_denoise")),
-    *(synthetic(model, config) for model, low in (("fastwam", "native_fp8"), ("molmoact2", "native_fp8"),
-      ("xvla", "native_fp8_denoise")) for config in ("native", low)),
+    *(synthetic(model, config) for model, low in (
+        ("fastwam", "native_fp8"), ("molmoact2", "native_fp8"), ("openvla_oft", "native_fp8_denoise"),
+        ("xvla", "native_fp8_denoise"), ("evo1", "native_fp8_denoise"), ("vla_jepa", "native_fp8_denoise"),
+        ("multi_task_dit", "native_int8_denoise"), ("diffusion_policy", "native_int8_denoise"),
+    ) for config in ("native", low)),
+    *(synthetic(model, "native") for model in ("act", "starvla_groot", "starvla_pi", "starvla_oft")),
     # Success; the first run of a comparison is the reference.
     *PAIRED,
     *PAIRED_ELSEWHERE,

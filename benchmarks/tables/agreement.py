@@ -69,22 +69,28 @@ def parity(results: Sequence[Row]) -> str:
             "count": f"{report['observations']} {'recorded' if report['recorded'] else 'random'}{draws}",
             "flips": f"{report['flipped']} ({100 * low:.1f} to {100 * high:.1f} %)",
             "agrees": "yes" if report["passed"] else "**no**",
+            "needed": filled("{threshold:g}", report),
+            "allowed": filled("{relative_threshold:.1%}", report),
+            "eager": filled("{eager_error:.1%}", report),
         }
         rows.append({**report, **more})
     where = machines((f"{r['name']} ({r['weights']})", r) for r in results)
     old = doubts((r["name"], r["weights"], r.get("fingerprint")) for r in results)
     return table(
         "configuration = {name} | weights = {weights} | observations = {count} | steps = {num_steps} | "
-        "cosine = {rest_cosine:.6f} | needed = {threshold:g} | with flips = {actions[cosine]:.6f} | "
+        "cosine = {rest_cosine:.6f} | needed = {needed} | with flips = {actions[cosine]:.6f} | "
         "median = {actions[median_cosine]:.6f} | worst = {actions[worst_cosine]:.6f} | "
         "max error = {robot_actions[max_error]:.1e} | sensitivity = {sensitivity:.1%} | "
-        "error = {relative_error:.1%} | flipped = {flips} | agrees = {agrees}",
+        "error = {relative_error:.1%} | allowed = {allowed} | eager = {eager} | flipped = {flips} | "
+        "agrees = {agrees}",
         rows,
         "Cosine: of the final actions with FP32 eager, over all chunks without a flipped command; it must reach the "
         "number in the column needed. With flips: over all chunks. Median, worst: of single chunks. Max error: in the "
         "robot's units. Sensitivity: how much another observation changes the reference's actions, relative to their "
-        "norm. Error: the same for the configuration. Flipped: chunks in which a command, such as the gripper's, is "
-        "the opposite of the reference's, with the 95 % interval of their share, which must not begin above 1 %. "
+        "norm. Error: of the configuration, in units of that change; it must not exceed the number in the column "
+        "allowed. Eager: with random weights, the error of eager in the same dtype, which may raise that limit; older "
+        "runs lack it. Flipped: chunks in which a command, such as the gripper's, is the opposite of the reference's, "
+        "with the 95 % interval of their share, which must not begin above 1 %. "
         f"{where}.{old}",
     )
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.support.scales import scales_of_any
 from tests.support.tiny import random_model, tiny_config, write_tiny_checkpoint
-from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, progress
+from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig, cli, progress
 from vla_accel.errors import CheckpointError, ConfigError, DependencyError, EngineError
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import family_named
@@ -244,6 +244,14 @@ def test_without_modelopt_one_error_names_the_extra(monkeypatch: pytest.MonkeyPa
     ):
         with pytest.raises(DependencyError, match=message):
             call()
+
+
+def test_calibrate_reports_missing_modelopt_before_it_reads_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "modelopt", None)
+    assert cli.main(["calibrate", "no folder", "--observations", "no file.npz"]) == 1
+    assert "FP8 needs nvidia-modelopt" in capsys.readouterr().err
 
 
 def test_progress_is_reported_block_by_block(

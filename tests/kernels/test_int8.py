@@ -33,7 +33,7 @@ from vla_accel.kernels.gemm.int8 import candidates, default
 from vla_accel.kernels.gemm.ops import gemm
 from vla_accel.kernels.gemm.weights import make_linear, pair
 from vla_accel.kernels.gpu import Gpu
-from vla_accel.measure.parity import LIMITS, compare, reference_of
+from vla_accel.measure.parity import compare, reference_of
 from vla_accel.measure.random_policy import calibrate_on_noise, random_observations
 from vla_accel.runtime import current
 
@@ -268,6 +268,6 @@ def test_the_demo_agrees_in_integers(config: PolicyConfig) -> None:
     states = [preset.split(rng.standard_normal(preset.state_dim)) for _ in range(3)]
     observations = [{**one, **state} for one, state in zip(random_observations(policy, 3), states, strict=True)]
     report = compare(policy, reference, observations, name="int8")
-    assert report.passed and report.actions.cosine >= LIMITS["int8"].cosine
+    assert report.passed and report.flipped == 0 and report.threshold == 0.998
     assert {e["used"] for e in report.engines} == {"native"}
     print(f"cosine {report.actions.cosine:.6f}")

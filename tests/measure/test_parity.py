@@ -24,7 +24,7 @@ from vla_accel.families.pi0.network import Pi0Config, pi05
 from vla_accel.families.xvla.network import xvla
 from vla_accel.images.autoencoder import WanEncoderConfig
 from vla_accel.ledger import Ledger
-from vla_accel.measure.parity import FLIP_RATE, LIMITS, compare
+from vla_accel.measure.parity import FLIP_RATE, LIMITS, Limits, compare, random_limits
 from vla_accel.measure.random_policy import random_observations, random_policy
 from vla_accel.measure.recording import save_observations
 from vla_accel.nn.bart import BartConfig
@@ -114,7 +114,7 @@ def test_one_wrong_key_of_one_observation_is_seen_whatever_the_lengths() -> None
 
 
 def test_flipped_commands_are_counted_and_judged_by_their_rate_alone() -> None:
-    found = report(Stub(error=0.001, flip=(1, 5)), Stub(), draws=2, threshold=0.999)
+    found = report(Stub(error=0.001, flip=(1, 5)), Stub(), draws=2, limits=Limits(0.999, 0.005))
     assert found.flipped == 2 and found.rest_cosine > 0.9999 and found.actions.cosine < 0.95
     assert not found.passed and not [r for r in found.reasons if "cosine" in r]
     assert [r for r in found.reasons if r.startswith("commands flipped in at least ")]
@@ -126,10 +126,10 @@ def test_flipped_commands_are_counted_and_judged_by_their_rate_alone() -> None:
 
 def test_the_cosine_is_of_the_chunks_in_which_no_command_fell_the_other_way() -> None:
     # One flip of 200 chunks costs the cosine of all 0.0017, which is more than the limit leaves.
-    rare = report(Stub(flip=(7,)), Stub(), count=200, threshold=0.999)
+    rare = report(Stub(flip=(7,)), Stub(), count=200, limits=Limits(0.999, 0.005))
     assert rare.actions.cosine < 0.999 and rare.rest_cosine == pytest.approx(1)
     assert [r.partition(" %")[0] for r in rare.reasons] == ["error 16.3"], "all that FP32 is refused for"
-    off = report(Stub(error=0.3, flip=(7,)), Stub(), count=200, threshold=0.999)
+    off = report(Stub(error=0.3, flip=(7,)), Stub(), count=200, limits=Limits(0.999, 0.005))
     assert off.flipped == 1 and [r for r in off.reasons if r.startswith(f"cosine {off.rest_cosine:.6f}, ")]
 
 
@@ -246,15 +246,34 @@ def test_a_blind_reference_judges_nothing() -> None:
 
 
 def test_the_error_is_measured_in_what_another_observation_changes() -> None:
-    found = report(Stub(error=0.02), Stub(), threshold=0.0)
+    found = report(Stub(error=0.02), Stub(), limits=Limits(0.0, 0.005))
     # The stub's first action dimension moves by 0.5 from one observation to the next, and all errors are 0.02.
     assert found.relative_error == pytest.approx(0.02 / 0.5) and not found.passed
     assert found.reasons == ("error 4.0 % of the change between observations, at most 0.5 % allowed",)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "eager_error", "largest"),
+    [
+        (torch.bfloat16, "auto", 0.01, 0.06), (torch.bfloat16, "auto", 0.05, 0.1), (torch.bfloat16, "auto", 0.4, 0.5),
+        (torch.bfloat16, "fp8", 0.01, 0.2), (torch.bfloat16, "int8", 0.02, 0.32), (torch.bfloat16, "fp8", 0.1, 0.5),
+        (torch.float32, "auto", 0.0, 0.005),
+    ],
+)  # fmt: skip
+def test_eager_in_the_same_dtype_sets_the_limit_of_random_weights(
+    dtype: torch.dtype, precision: Any, eager_error: float, largest: float
+) -> None:
+    specs = {"vision": EngineSpec(), "denoise": EngineSpec(precision=precision)}
+    limits = random_limits(specs, dtype, eager_error)
+    assert limits.cosine is None and limits.relative == pytest.approx(largest)
+    far = report(Stub(error=0.3 * largest), Stub(), limits=limits)  # 60 % of the limit: the actions change by 0.5
+    assert far.passed and far.threshold is None
+    assert not report(Stub(error=0.51 * largest), Stub(), limits=limits).passed
+
+
 def test_flips_fail_where_their_interval_lies_above_the_rate() -> None:
-    few = report(Stub(flip=(1,)), Stub(), count=50, threshold=0.0)
-    many = report(Stub(flip=tuple(range(0, 50, 8))), Stub(), count=50, threshold=0.0)
+    few = report(Stub(flip=(1,)), Stub(), count=50, limits=Limits(0.0, 0.005))
+    many = report(Stub(flip=tuple(range(0, 50, 8))), Stub(), count=50, limits=Limits(0.0, 0.005))
     assert few.flipped == 1 and few.flipped_low < FLIP_RATE < few.flipped_high
     assert many.flipped == 7 and many.flipped_low > FLIP_RATE
     assert not [r for r in few.reasons if "commands" in r]

@@ -35,9 +35,11 @@ def main(options: Calibrate, words: list[str]) -> int:
     from vla_accel.families.bench import bench_card
     from vla_accel.families.loading import load
     from vla_accel.machine import resolve_device
+    from vla_accel.measure.systems import load_modelopt
 
     if options.observations is None:
         raise ConfigError(f"observations: expected --observations FILE, {RECORDED}, got none")
+    load_modelopt()  # an error before the checkpoint is loaded
     recorded = load_observations(options.observations, options.count)
     settings = options.settings()
     device = resolve_device(options.device or settings.device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 from vla_accel.cli.common import print_json, print_table, say, write_if
 from vla_accel.cli.options import Argument, Count, OutputFile, PolicySource, Seed, StepOptions, Within
@@ -36,7 +37,8 @@ class Parity(StepOptions, PolicySource):
     device: str | None = None
     """cpu, cuda or cuda:N instead of the configuration's."""
     threshold: Annotated[float | None, Argument("COSINE"), Within(-1, 1)] = None
-    """Smallest allowed cosine of the final actions. Default: by precision (BF16 0.9995, FP8 0.998)."""
+    """Smallest allowed cosine of the final actions. Default: by precision (BF16 0.9995, FP8 0.998); none with
+    --model, where eager in the policy's dtype sets the largest error."""
     seed: Seed = 0
     """Seed of the noise and of random observations."""
     output: OutputFile = None
@@ -51,9 +53,10 @@ def main(options: Parity, words: list[str]) -> int:
     """Compare and report; 0 if the threshold holds."""
     import torch
 
+    from vla_accel.families.family import family_named
     from vla_accel.families.loading import load
     from vla_accel.machine import hardware, software
-    from vla_accel.measure.parity import compare, reference_of
+    from vla_accel.measure.parity import Remembered, compare, eager_of, limits_of, random_limits, reference_of
     from vla_accel.measure.random_policy import random_observations, random_policy
     from vla_accel.policy import OptimizedPolicy, agreement
 
@@ -67,24 +70,37 @@ def main(options: Parity, words: list[str]) -> int:
     checkpoint, name = options.checkpoint or "demo", Path(options.config or AUTO).stem
     settings = options.with_steps(options.settings())
     recorded = None if options.observations is None else load_observations(options.observations, options.count)
+    if options.model and min(options.count, len(recorded or range(options.count))) < 2:
+        raise ConfigError("count: expected at least 2 observations with --model, which compares errors between them")
     kept = None if options.model else load(checkpoint, settings, whole=False).kept
     if options.keep and kept is not None:
         require_writable_folder(kept, "keep")
+    run = partial(compare, seed=options.seed, draws=options.draws, progress=say)
+    eager_error = None
     with going_on(f"preparing {name} and FP32 eager", say):
         if options.model:
-            policy, reference = random_policy(
-                options.model, settings, seed=options.seed, device=options.device, with_reference=True
-            )
+            family = family_named(options.model)
+            drawn = partial(random_policy, family, seed=options.seed, device=options.device)
+            policy, reference = drawn(eager_of(settings, family), with_reference=True)
+            assert reference is not None
+            reference = cast(OptimizedPolicy, Remembered(reference))  # eager and the policy are compared with it
         else:
             policy = OptimizedPolicy.from_pretrained(checkpoint, settings, device=options.device)
             exact = load(checkpoint, policy.config, device=policy.device, dtype=torch.float32)
             reference = reference_of(policy.config, exact)
-    assert reference is not None
     observations = recorded or random_observations(policy, options.count, seed=options.seed)
     with named(options.observations):
+        if options.model:
+            say("eager in the policy's dtype:")
+            eager_error = run(policy, reference, observations, name="eager").relative_error
+            del policy  # before another copy of the weights
+            policy, _ = drawn(settings)
+        precisions = policy.specs, policy.model.dtype
+        limits = limits_of(*precisions) if eager_error is None else random_limits(*precisions, eager_error)
+        if options.threshold is not None:
+            limits = replace(limits, cosine=options.threshold)
         fit = [one for one in fits(policy.processor, recorded or ()) if one.rows]
-        report = compare(policy, reference, observations, name=name, seed=options.seed, threshold=options.threshold,
-                         draws=options.draws, progress=say)  # fmt: skip
+        report = replace(run(policy, reference, observations, name=name, limits=limits), eager_error=eager_error)
     content = {
         **report.as_dict(), "model": policy.metadata["model"], "weights": options.model or checkpoint,
         "recorded": options.observations.name if options.observations else None,

@@ -8,6 +8,7 @@ component only helps to find the culprit.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from vla_accel.config import EngineSpec, PolicyConfig
+from vla_accel.families.family import Family
 from vla_accel.families.loading import Checkpoint
 from vla_accel.measure.proportion import wilson
 from vla_accel.numeric import cosine
@@ -29,10 +31,10 @@ Rows = np.ndarray | Sequence[np.ndarray]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the final (normalised) actions: the smallest `cosine` of the chunks without a flipped command, and the
-    largest rms error `relative` to what another observation changes."""
+    """Limits of the final (normalised) actions: the smallest `cosine` of the chunks without a flipped command, None for
+    no limit, and the largest rms error `relative` to what another observation changes."""
 
-    cosine: float
+    cosine: float | None
     relative: float
 
 
@@ -44,7 +46,12 @@ LIMITS = {
     "int8": Limits(0.998, 0.20),
 }
 """By the lowest precision in use. Another prompt changes the actions of random weights by about a third of what another
-observation does, so the loosest limit still notices a wrong K/V cache."""
+observation does, so these limits notice a wrong K/V cache."""
+COARSER = {"fp8": 16.0, "int8": 16.0}
+"""How much coarser than BF16 a precision may be with random weights: FP8 has three bits of a mantissa in place of
+seven; INT8 shares a scale between the large and the small values of a row."""
+RANDOM_RATIO, RANDOM_MOST = 2.0, 0.5
+"""With random weights: the largest error compared with that of eager in the policy's dtype, and the largest of all."""
 FLIP_RATE = 0.01
 """Largest share of chunks with a flipped command, compared with the lower end of its 95 % interval."""
 COMPARED = 32
@@ -74,10 +81,24 @@ class Agreement:
         return cls(cosine(mine, true), float(np.median(rows)), min(rows), float(error.max()), float(error.mean()))
 
 
+def coarsest(specs: Mapping[str, EngineSpec], dtype: torch.dtype) -> str:
+    """The lowest precision in use, as in `LIMITS`."""
+    own = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, "bf16")
+    used = [own if spec.precision == "auto" else spec.precision for spec in specs.values()]
+    return max(used, key=lambda name: LIMITS[name].relative)
+
+
 def limits_of(specs: Mapping[str, EngineSpec], dtype: torch.dtype) -> Limits:
     """The limits for a policy: those of the coarsest of its components."""
-    own = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, "bf16")
-    return min((LIMITS[own if s.precision == "auto" else s.precision] for s in specs.values()), key=lambda x: x.cosine)
+    return LIMITS[coarsest(specs, dtype)]
+
+
+def random_limits(specs: Mapping[str, EngineSpec], dtype: torch.dtype, eager_error: float) -> Limits:
+    """The limits for a policy with random weights, which may amplify rounding more than trained ones do. `eager_error`:
+    the relative error of eager in the policy's dtype."""
+    lowest = coarsest(specs, dtype)
+    ratio = COARSER.get(lowest, RANDOM_RATIO)
+    return Limits(None, max(LIMITS[lowest].relative, min(ratio * eager_error, RANDOM_MOST)))
 
 
 @dataclass(frozen=True)
@@ -89,15 +110,18 @@ class Report:
         schedule: flow times of the steps, None for equal steps.
         draws: noise draws of each observation.
         flipped: chunks with a flipped command; `flipped_low` and `flipped_high`: the 95 % interval of their share.
+        threshold: the smallest cosine allowed; None: any.
         rest_cosine: of the other chunks, which `threshold` is for; None if there are none.
         sensitivity: how much another observation changes the reference's actions, as a share of their norm.
         relative_error: the error in units of that change. Both are None for a single observation.
+        relative_threshold: the largest such error allowed.
+        eager_error: with random weights, the same of eager in the policy's dtype.
         reasons: why it did not pass.
     """
 
     name: str
     passed: bool
-    threshold: float
+    threshold: float | None
     observations: int
     num_steps: int
     actions: Agreement
@@ -114,6 +138,7 @@ class Report:
     sensitivity: float | None = None
     relative_error: float | None = None
     relative_threshold: float | None = None
+    eager_error: float | None = None
     reasons: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,10 +146,14 @@ class Report:
         return {"schema": SCHEMA, **asdict(self)}
 
 
+def eager_of(settings: PolicyConfig, family: Family) -> PolicyConfig:
+    """The same settings with every component in eager, without CUDA graphs."""
+    return replace(settings.with_specs(dict.fromkeys(family.parts, EngineSpec("eager"))), cuda_graph=False)
+
+
 def reference_of(settings: PolicyConfig, checkpoint: Checkpoint) -> OptimizedPolicy:
     """The FP32 eager policy of a checkpoint with float32 weights of its own (the model is cast in place)."""
-    eager = settings.with_specs({name: EngineSpec("eager") for name in checkpoint.family.parts})
-    return OptimizedPolicy(checkpoint, replace(eager, precision="fp32", cuda_graph=False))
+    return OptimizedPolicy(checkpoint, replace(eager_of(settings, checkpoint.family), precision="fp32"))
 
 
 def compare(
@@ -134,11 +163,11 @@ def compare(
     *,
     name: str,
     seed: int = 0,
-    threshold: float | None = None,
+    limits: Limits | None = None,
     draws: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Run both on every observation with the same noise, `draws` times. `threshold` replaces the usual cosine."""
+    """Run both on every observation with the same noise, `draws` times. `limits`: in place of those of `limits_of`."""
     rng, shape = np.random.default_rng(seed), policy.noise_shape
     got: dict[str, list[np.ndarray]] = {}
     want: dict[str, list[np.ndarray]] = {}
@@ -168,8 +197,7 @@ def compare(
         }
         for d in range(robot.shape[-1])
     ]
-    limits = limits_of(policy.specs, policy.model.dtype)
-    limits = limits if threshold is None else replace(limits, cosine=threshold)
+    limits = limits or limits_of(policy.specs, policy.model.dtype)
     same = exact[::draws][list(chosen)]
     change = _rms(np.stack(changed) - same) if changed else None
     relative = None if not change else _rms(normalised - exact) / change
@@ -177,12 +205,12 @@ def compare(
     low, high = wilson(flipped, len(kept))
     rest = cosine(normalised[kept], exact[kept]) if kept.any() else None
     reasons = []
-    if rest is not None and not rest >= limits.cosine:
+    if rest is not None and limits.cosine is not None and not rest >= limits.cosine:
         reasons.append(f"cosine {rest:.6f}, at least {limits.cosine} required")
     if change == 0:
         reasons.append("another observation changes nothing, so agreement proves nothing")
     if relative is not None and not relative <= limits.relative:
-        most = f"at most {100 * limits.relative:g} % allowed"
+        most = f"at most {100 * limits.relative:.3g} % allowed"
         reasons.append(f"error {100 * relative:.1f} % of the change between observations, {most}")
     if low > FLIP_RATE:
         allowed = f"at most {100 * FLIP_RATE:g} % allowed"
@@ -209,6 +237,32 @@ def compare(
         relative_threshold=limits.relative,
         reasons=tuple(reasons),
     )
+
+
+class Remembered:
+    """A policy that computes each answer once, as far as `compare` needs it."""
+
+    def __init__(self, policy: OptimizedPolicy) -> None:
+        self._policy: OptimizedPolicy = policy
+        self._answers: dict[bytes, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
+
+    def infer_with_internals(
+        self, observation: Mapping[str, Any], *, noise: np.ndarray
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Return the remembered answer, or compute it."""
+        digest = hashlib.sha256(noise.tobytes())
+        for name in sorted(observation):
+            digest.update(f"{name}:{observation[name]}".encode() if isinstance(observation[name], str)
+                          else np.ascontiguousarray(observation[name]).tobytes())  # fmt: skip
+        key = digest.digest()
+        if key not in self._answers:
+            result, raw = self._policy.infer_with_internals(observation, noise=noise)
+            few = {name: sampled(name, value) for name, value in raw.items()}
+            self._answers[key] = ({"actions": result["actions"]}, few)
+        return self._answers[key]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
 
 
 def sampled(name: str, value: np.ndarray) -> np.ndarray:

@@ -43,10 +43,13 @@ def summary(report: Mapping[str, Any]) -> str:
     text = (
         f"{report['name']}{fell_back(report['engines'])} {verdict} with FP32 eager on {chunks} chunks of "
         f"{report['observations']} observations. Commands flipped in {report['flipped']} of them. Cosine of the final "
-        f"actions in the others: {rest} (at least {report['threshold']} required)."
+        f"actions in the others: {rest}"
     )
+    text += "." if report["threshold"] is None else f" (at least {report['threshold']} required)."
     if report.get("relative_error") is not None:
-        text += f" The error is {report['relative_error']:.1%} of the change between observations."
+        text += f" The error is {report['relative_error']:.1%} of the change between observations"
+        eager = report.get("eager_error")
+        text += "." if eager is None else f", and {eager:.1%} in eager of the same dtype."
     if report.get("reasons"):  # older reports have none
         text += f" Reasons: {'; '.join(report['reasons'])}."
     return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -107,10 +106,10 @@ class PolicyBench:
         """FP32 eager with the denoising steps of a candidate, and with its remembered answers."""
         own = (self.reference.config.num_steps, self.reference.config.schedule)
         if own not in self._exact:
-            self._exact[own] = cast(OptimizedPolicy, Remembered(self._policy(self.reference)))
+            self._exact[own] = cast(OptimizedPolicy, parity.Remembered(self._policy(self.reference)))
         steps = (config.num_steps, config.schedule)
         if steps not in self._exact:
-            self._exact[steps] = cast(OptimizedPolicy, Remembered(self._exact[own].with_steps(*steps)))
+            self._exact[steps] = cast(OptimizedPolicy, parity.Remembered(self._exact[own].with_steps(*steps)))
         return self._exact[steps]
 
     def _observe(self, rng: np.random.Generator) -> dict[str, Any]:
@@ -122,29 +121,3 @@ class PolicyBench:
             free()
             self._loaded = (candidate.key, OptimizedPolicy.from_pretrained(self.checkpoint, candidate.config))
         return self._loaded[1]
-
-
-class Remembered:
-    """A policy that computes each answer once, as far as `parity.compare` needs it."""
-
-    def __init__(self, policy: OptimizedPolicy) -> None:
-        self._policy: OptimizedPolicy = policy
-        self._answers: dict[bytes, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
-
-    def infer_with_internals(
-        self, observation: Mapping[str, Any], *, noise: np.ndarray
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Return the remembered answer, or compute it."""
-        digest = hashlib.sha256(noise.tobytes())
-        for name in sorted(observation):
-            digest.update(f"{name}:{observation[name]}".encode() if isinstance(observation[name], str)
-                          else np.ascontiguousarray(observation[name]).tobytes())  # fmt: skip
-        key = digest.digest()
-        if key not in self._answers:
-            result, raw = self._policy.infer_with_internals(observation, noise=noise)
-            few = {name: parity.sampled(name, value) for name, value in raw.items()}
-            self._answers[key] = ({"actions": result["actions"]}, few)
-        return self._answers[key]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
