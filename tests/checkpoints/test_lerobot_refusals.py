@@ -172,7 +172,8 @@ def test_a_fixed_field_is_refused_by_name(kind: str, name: str, setting: Setting
 def test_an_unknown_setting_of_a_step_is_refused(name: str, tmp_path: Path) -> None:
     others = vla_jepa_folders.write, evo1_folders.write, fastwam_folders.write, molmoact2_folders.write
     own = (partial(xvla_folders.write, variant=variant) for variant in ("plain", "libero", "agibot"))
-    writers = [*(partial(write, kind=kind) for kind in KINDS), *others, *own]
+    main = partial(vla_jepa_folders.write, variant="relative")
+    writers = [*(partial(write, kind=kind) for kind in KINDS), *others, *own, main]
     folders = (make(tmp_path / str(number)) for number, make in enumerate(writers))
     folder, files = next((folder, files) for folder in folders if f"'{name}'" in str(files := saved_files(folder)))
     edit(name, speed=3)(files)

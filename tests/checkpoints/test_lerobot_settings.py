@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,7 @@ def test_quantiles_of_ten_percent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pi05", "pi0_fast", "smolvla"])
-def test_the_tokenizer_that_lies_with_the_pipeline_is_read(kind: str, tmp_path: Path) -> None:
+def test_the_tokenizer_saved_with_the_pipeline_is_read(kind: str, tmp_path: Path) -> None:
     """As lerobot's main branch saves it: a folder, by its relative name."""
     write(tmp_path, kind, release="main")
     assert step(saved_files(tmp_path), "tokenizer_processor")["artifacts"] == {"tokenizer_name": "tokenizer"}
@@ -303,15 +304,62 @@ def test_the_tokenizer_that_lies_with_the_pipeline_is_read(kind: str, tmp_path: 
     assert len(load(tmp_path).processor.prepare(OBSERVATIONS[kind]()).tokens) > 3
     (tmp_path / "tokenizer" / "tokenizer.json").unlink()
     (tmp_path / "tokenizer").rmdir()
-    with pytest.raises(CheckpointError, match="expected the tokenizer in a folder 'tokenizer' next to it"):
+    with pytest.raises(CheckpointError, match="expected the tokenizer in the folder 'tokenizer' next to it"):
         load(tmp_path)
     (tmp_path / "other").mkdir()
 
     def outside(files: dict[str, Any]) -> None:
         step(files, "tokenizer_processor")["artifacts"] = {"tokenizer_name": "../other"}
 
-    with pytest.raises(CheckpointError, match=r"expected the tokenizer in a folder '\.\./other' next to it"):
+    with pytest.raises(CheckpointError, match=r"artifacts: expected a folder next to it, got '\.\./other'"):
         made(tmp_path / "policy", kind, outside, release="main")
+
+
+def test_the_action_tokenizer_saved_with_the_pipeline_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lerobot's main branch saves π0-FAST's. The checkpoint's own folder comes first, and what a step names without
+    having saved it does not count: lerobot decodes with the tokenizer that config.json names."""
+    named: list[str] = []
+
+    def from_hub(name: str, *_: Any) -> Path:
+        named.append(name)
+        return tmp_path / "elsewhere"
+
+    monkeypatch.setattr("vla_accel.families.pi0_fast.transforms.files_from_hub", from_hub)
+    write(tmp_path, "pi0_fast", release="main")
+    saved = step(saved_files(tmp_path), "action_tokenizer_processor")
+    assert saved["artifacts"] == {"action_tokenizer_name": "action_tokenizer"}
+    shutil.copytree(tmp_path / "action_tokenizer", tmp_path / "fast")
+    content = json.loads((tmp_path / "fast" / "processor_config.json").read_text())
+    (tmp_path / "fast" / "processor_config.json").write_text(json.dumps({**content, "scale": 7}))
+    assert load(tmp_path).processor.detokeniser.fast.scale == 7
+    (tmp_path / "fast").rename(tmp_path / "elsewhere")
+    assert load(tmp_path).processor.detokeniser.fast.scale == content["scale"] != 7
+    (tmp_path / "action_tokenizer").rename(tmp_path / "gone")
+    assert load(tmp_path).processor.detokeniser.fast.scale == 7
+    config = json.loads((tmp_path / "config.json").read_text())["action_tokenizer_name"]
+
+    def other(files: dict[str, Any]) -> None:
+        one = step(files, "action_tokenizer_processor")
+        one["config"]["action_tokenizer_name"] = "another/fast"
+        del one["artifacts"]
+
+    made(tmp_path / "other", "pi0_fast", other, release="main")
+    assert named == [config, config]
+
+
+@pytest.mark.parametrize(
+    ("name", "artifacts"),
+    [
+        ("tokenizer_processor", ["tokenizer"]), ("tokenizer_processor", {"max_length": "tokenizer"}),
+        ("normalizer_processor", {"tokenizer_name": "tokenizer"}), ("tokenizer_processor", {"tokenizer_name": 1}),
+    ],
+)  # fmt: skip
+def test_other_artifacts_of_a_pipeline_are_refused(name: str, artifacts: Any, tmp_path: Path) -> None:
+    def change(files: dict[str, Any]) -> None:
+        step(files, name)["artifacts"] = artifacts
+
+    with pytest.raises(CheckpointError, match=f"{name}: artifacts: expected "):
+        made(tmp_path, "pi0_fast", change, release="main")
 
 
 def test_the_tokenizer_that_the_pipeline_names_is_read(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Policy objects of lerobot 0.4.4, 0.5.1 and 0.6.1, and openpi's model, on this package's engines.
+"""Policy objects of lerobot 0.4.4, 0.5.1, 0.6.1 and main, and openpi's model, on this package's engines.
 
-Needs an interpreter with each release (tests/parity/test_parity_lerobot_releases.py names the options), and
-`--openpi-python`. Both answers come from one process, `references/attach_lerobot_policies.py` or
-`references/attach_openpi_model.py`, in float32 on the CPU.
+Needs an interpreter with each release (tests/parity/test_parity_lerobot_releases.py names the options),
+`--lerobot-main-python` and `--openpi-python`. Both answers come from one process,
+`references/attach_lerobot_policies.py` or `references/attach_openpi_model.py`, in float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -29,16 +29,22 @@ POLICIES = {
         *EVERYWHERE, "vla_jepa", "fastwam", "groot", "xvla", "xvla joint", "molmoact2", "molmoact2 resized", "evo1",
         "evo1 bare",
     ),
+    "main": (
+        *EVERYWHERE, "vla_jepa", "vla_jepa relative", "fastwam", "groot", "xvla", "xvla joint", "molmoact2",
+        "molmoact2 resized", "molmoact2 robot", "evo1", "evo1 bare",
+    ),
+    "main with peft": ("molmoact2 adapted",),
 }  # fmt: skip
+PYTHONS = {**RELEASES, **dict.fromkeys(("main", "main with peft"), "lerobot-main")}
 CASES = [pytest.param(release, name, id=f"{release}-{name}") for release, names in POLICIES.items() for name in names]
 
 
 @pytest.mark.parametrize(("release", "name"), CASES)
 def test_an_attached_policy_answers_as_lerobot(made: Make, release: str, name: str) -> None:
-    folder = made(RELEASES[release], "attach_lerobot_policies", "--policies", *POLICIES[release])
+    folder = made(PYTHONS[release], "attach_lerobot_policies", "--policies", *POLICIES[release])
     found = json.loads((folder / "attached.json").read_text())
-    if found["lerobot"] != release:
-        pytest.skip(f"NOT COMPARED WITH LEROBOT {release}: --{RELEASES[release]}-python has lerobot {found['lerobot']}")
+    if release in RELEASES and found["lerobot"] != release:
+        pytest.skip(f"NOT COMPARED WITH LEROBOT {release}: --{PYTHONS[release]}-python has lerobot {found['lerobot']}")
     row: dict[str, Any] = found["policies"][name]
     assert row.pop("reason") is None and row.pop("restored")
     if (moved := row.pop("moved", None)) is not None:

@@ -21,8 +21,9 @@ from vla_accel.errors import CheckpointError, ConfigError, EngineError, Observat
 from vla_accel.families.bench import bench_card
 from vla_accel.families.family import FAMILIES, family_named
 from vla_accel.families.loading import load
-from vla_accel.measure.parity import compare
+from vla_accel.measure.parity import LIMITS, compare
 from vla_accel.measure.random_policy import random_observations, random_policy
+from vla_accel.measure.recording import save_observations
 from vla_accel.policy import ahead_of_time
 
 FP32 = PolicyConfig(num_steps=3, precision="fp32", device="cpu")
@@ -92,19 +93,43 @@ def test_batches_reports_and_joined_buffers(folder: Path, config: PolicyConfig) 
         policy.infer(observation(), noise=np.zeros((2, 3)))
 
 
-def test_parity_compares_what_the_family_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_parity_compares_what_the_family_says(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy, reference = random_policy("toy", replace(NATIVE, precision="bf16"), with_reference=True)
     assert reference is not None and reference.model.dtype == torch.float32
     report = compare(policy, reference, random_observations(policy, 3), name="toy")
     assert list(report.components) == ["latents"] and 0.9995 < report.actions.cosine < 1
     assert {e["used"] for e in reference.ledger.as_list()} == {"eager"}
     path = tmp_path / "toy.yaml"
-    path.write_text("num_steps: 2\nengines: {encoder: native, head: eager}\n")
-    assert cli.main(["parity", "--config", str(path), "--model", "toy", "--count", "2", "--device", "cpu"]) == 0
+    path.write_text("num_steps: 2\nprecision: bf16\nengines: {encoder: native, head: eager}\n")
+    words = ["parity", "--config", str(path), "--model", "toy", "--device", "cpu"]
+    exact, infer = list[int](), OptimizedPolicy.infer_with_internals
+
+    def counted(one: OptimizedPolicy, *given: Any, **named: Any) -> Any:
+        exact.extend([1] * (one.model.dtype == torch.float32))
+        return infer(one, *given, **named)
+
+    monkeypatch.setattr(OptimizedPolicy, "infer_with_internals", counted)
+    assert cli.main([*words, "--count", "2"]) == 0
+    assert len(exact) == 4, "FP32 computes each answer once: of an observation, and of another one with its noise"
     out, err = capsys.readouterr()
     assert err.startswith("preparing toy and FP32 eager\n"), "both take their time on a GPU"
     found = json.loads(out.splitlines()[-1])
     assert [e["used"] for e in found["engines"]] == ["native", "eager"] and found["model"]["kind"] == "toy"
+    assert found["threshold"] is None and found["eager_error"] > 0
+    assert found["relative_threshold"] == max(LIMITS["bf16"].relative, min(2 * found["eager_error"], 0.5))
+    assert f"and {found['eager_error']:.1%} in eager of the same dtype" in out
+    assert cli.main([*words, "--count", "2", "--threshold", "1"]) == 1, "BF16 is not FP32"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["threshold"] == 1
+    # Both are judged on the same observations.
+    save_observations(random_observations(policy, 3, seed=5), tmp_path / "recorded.npz")
+    recorded = [*words, "--observations", str(tmp_path / "recorded.npz")]
+    assert cli.main(recorded) == 0
+    other = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert other["observations"] == 3 and other["eager_error"] != found["eager_error"]
+    assert cli.main([*words, "--observations", str(tmp_path / "recorded.npz"), "--count", "1"]) == 1
+    assert "count: expected at least 2 observations with --model" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""MolmoAct2 through the whole policy, against actions that lerobot 0.6.1's own code left
+"""MolmoAct2 through the whole policy, against actions that lerobot's own code left
 (tests/references/make_molmoact2_reference.py), and the folders that are refused."""
 
 from __future__ import annotations
@@ -10,9 +10,21 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 
-from tests.support.molmoact2_folders import REFERENCE, answers, given, noise, previous, published, tensors, write
+from tests.support.molmoact2_folders import (
+    REFERENCE,
+    adapted,
+    answers,
+    given,
+    noise,
+    previous,
+    published,
+    tensors,
+    write,
+)
 from vla_accel import EngineSpec, OptimizedPolicy, PolicyConfig
+from vla_accel.checkpoints.lerobot_settings import FIELDS, STEPS, releases
 from vla_accel.config import CheckpointSpec, RtcConfig
 from vla_accel.errors import CheckpointError, ConfigError, ObservationError
 from vla_accel.families.bench import bench_card
@@ -27,7 +39,7 @@ from vla_accel.transforms.robots import LIBERO as LIBERO_ROBOT
 PARTS = ("vision", "kv_cache", "denoise")
 ENGINES = ("eager", "native")
 LIBERO = CheckpointSpec(embodiment="libero")
-VARIANTS = ("plain", "resized", "robot", "tagged")
+VARIANTS = ("plain", "resized", "robot", "tagged", "adapted")
 
 
 def policy_of(folder: Path, engine: str = "eager", **settings: Any) -> OptimizedPolicy:
@@ -72,6 +84,89 @@ def test_chunks_continue_as_lerobots(folder: Path, engine: str) -> None:
     left = policy.processor.actions.restore(previous().astype(np.float64))
     found = policy.infer(given()[0], noise=noise()[0], prev_chunk=left, inference_delay=2)["actions"]
     np.testing.assert_allclose(found, answers("plain")["guided"], atol=2e-6)
+
+
+@pytest.mark.parametrize(("variant", "release"), [("plain", "0.6.1"), ("adapted", "main")])
+def test_the_tables_have_what_each_release_saves(variant: str, release: str) -> None:
+    files = REFERENCE["variants"][variant]["files"]
+    known = {n for setting in FIELDS["molmoact2"] if release in releases(setting) for n in setting.names}
+    assert files["config.json"].keys() == known
+    for one in (s for name in files if name.startswith("policy_") for s in files[name]["steps"]):
+        step = one["registry_name"].replace("molmoact2_masked_", "") + "_processor" * ("masked" in one["registry_name"])
+        assert one["config"].keys() <= {n for s in STEPS[step] for n in s.names}, one
+
+
+@pytest.mark.parametrize(
+    ("mode", "hidden"), [("continuous", False), ("both", True)], ids=["the whole prompt", "a part of the prompt"]
+)
+def test_the_expert_of_the_main_branch_sees_what_it_was_trained_with(
+    tmp_path: Path, mode: str, hidden: bool
+) -> None:  # fmt: skip
+    """Up to 0.6.1 the model that lerobot trains from decides, whatever the policy's action_mode."""
+    change = config(train_mode_vlm="fft", action_mode=mode)
+    policy = policy_of(write(tmp_path, "adapted", change, stored=tensors()))
+    found = policy.infer(given()[0], noise=noise()[0])["actions"]
+    difference = np.abs(found - answers("plain")["alone"][0]).max()
+    assert difference < 2e-6 if hidden else difference > 1e-3
+
+
+def test_folders_of_0_6_1_with_an_adapter_have_the_same_tensors(tmp_path: Path) -> None:
+    def change(files: dict[str, Any]) -> None:
+        plain = REFERENCE["variants"]["plain"]["files"]
+        files["config.json"] = {
+            **json.loads(json.dumps(plain["config.json"]).replace("PUBLISHED", str(tmp_path / "base"))),
+            "enable_lora_vlm": True, "lora_rank": 4, "lora_alpha": 6,
+        }  # fmt: skip
+
+    old, new = policy_of(write(tmp_path, "adapted", change)), policy_of(write(tmp_path / "new", "adapted"))
+    for name in old.model.state_dict():
+        read = [p.model.origin.read(name, None, p.device) for p in (old, new)]
+        assert torch.equal(*read), name
+    assert old.model.config.hidden and not new.model.config.hidden
+
+
+def without_factor(factor: str) -> dict[str, Any]:
+    return {name: value for name, value in adapted().items() if "0.self_attn.att_proj.lora_" + factor not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "stored", "message"),
+    [
+        (
+            lambda files: None,
+            without_factor("B"),
+            "att_proj.weight: expected factors of rank 4 for (256, 64), got lora_A",
+        ),
+        (lambda files: None, tensors(), "expected weights with lora_A and lora_B of linear layers, got none"),
+        (
+            lambda files: None,
+            {**adapted(), "lora_magnitude_vector": torch.ones(1)},
+            "expected weights with lora_A and lora_B of linear layers, got model.lora_magnitude_vector",
+        ),
+        (lambda files: files["config.json"].update(lora_rank=5), None, "expected factors of rank 5"),
+        (lambda files: files["config.json"].update(train_mode_vlm="fft"), None, "does not fit MolmoAct2"),
+        (lambda files: files["config.json"].update(train_mode_vlm="qlora"), None, 'train_mode_vlm: expected "fft" or'),
+        (
+            lambda files: files["policy_preprocessor.json"]["steps"][4]["config"].update(
+                normalization_masks={"observation.state": [True] * 8}
+            ),
+            None,
+            "normalization_masks: expected the statistics' mask of the state, [True, True, True, True, True, True,",
+        ),
+        (
+            lambda files: files["policy_preprocessor.json"]["steps"][4]["config"].update(normalization_masks=[True]),
+            None,
+            "got [True]",
+        ),
+    ],
+    ids=["factor", "no adapter", "another adapter", "rank", "no mode", "another mode", "mask", "no table of masks"],
+)
+def test_contradictory_folders_of_the_main_branch_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], stored: dict[str, Any] | None, message: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        policy_of(write(tmp_path, "adapted", change, stored=stored))
+    assert message in str(caught.value)
 
 
 def swapped(one: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +297,7 @@ def frame(**changes: Any) -> Callable[[dict[str, Any]], object]:
     [
         (config(action_mode="discrete"), 'action_mode: expected "continuous" or "both", got "discrete"'),
         (config(inference_action_mode="discrete"), "actions in tokens are not supported"),
-        (config(enable_lora_vlm=True), "adapter"),
+        (config(enable_lora_vlm=True), "expected weights with lora_A and lora_B"),
         (config(chunk_size=5, n_action_steps=5), "chunk_size: expected config.json's 5, got 6"),
         (config(new_setting=1), "expected settings of lerobot"),
         (pack(image_keys=["observation.images.top"]), "image_keys: expected some of observation.images.front"),

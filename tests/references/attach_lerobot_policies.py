@@ -1,6 +1,6 @@
 """Attach lerobot's own policies to this package's engines, and write how far both answers differ.
 
-Run it with an interpreter that has lerobot 0.4.4, 0.5.1 or 0.6.1 and this package's requirements::
+Run it with an interpreter that has lerobot 0.4.4, 0.5.1, 0.6.1 or main and this package's requirements::
 
     python tests/references/attach_lerobot_policies.py --out DIR [--policies smolvla pi05 ...]
 
@@ -16,6 +16,7 @@ answers come from one policy object.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -146,11 +147,13 @@ def diffusion(variant: str) -> Case:
     return Case(policy, lambda count: before(draws(count, count, sizes, module.STATE_DIM)), before)
 
 
-def vla_jepa() -> Case:
+def vla_jepa(variant: str) -> Case:
     module = importlib.import_module("make_vla_jepa_reference")
-    policy, _ = module.build("resized")
-    sizes = {f"observation.images.{name}": size for name, size in module.CAMERAS["resized"].items()}
-    return Case(policy, lambda count: {**draws(count, count, sizes, 8), "task": list(module.TASKS)[:count]})
+    policy, _ = module.build(variant)
+    # lerobot runs its language model in bfloat16, on the CPU as well.
+    mock.patch.object(module.modeling_vla_jepa, module.AUTOCAST, lambda *a, **k: contextlib.nullcontext()).start()
+    before, _ = frame.processors_of("vla_jepa", policy.config, frame.statistics(np.random.default_rng(0)), None)
+    return whole(policy, before, module.CAMERAS[variant], 8, module.TASKS)
 
 
 def fastwam() -> Case:
@@ -229,8 +232,12 @@ def molmoact2(variant: str) -> Case:
     folder = Path(tempfile.mkdtemp())
     module.published(variant, folder)
     policy, (before, _) = module.build(variant, folder)
+    if variant in ("robot", "adapted"):
+        policy = module.loaded(policy, Path(tempfile.mkdtemp()))
     sizes = module.SIZES.get(variant, dict.fromkeys(module.CAMERAS, (70, 70)))
-    return whole(policy, before, sizes, 8, [module.TASKS[0]] * 3, guided=True, missing="wrist")
+    tasks = module.TASKS if module.MAIN else [module.TASKS[0]] * 3
+    missing = None if variant == "robot" else "wrist"
+    return whole(policy, before, sizes, 8, tasks, guided=True, missing=missing)
 
 
 def evo1(variant: str) -> Case:
@@ -250,7 +257,8 @@ POLICIES: dict[str, Callable[[], Case]] = {
     "act min_max": lambda: act("min_max"),
     "diffusion ddpm": lambda: diffusion("ddpm"),
     "diffusion ddim": lambda: diffusion("episode"),
-    "vla_jepa": vla_jepa,
+    "vla_jepa": lambda: vla_jepa("resized"),
+    "vla_jepa relative": lambda: vla_jepa("relative"),
     "fastwam": fastwam,
     "groot": groot,
     "groot_n15": groot_n15,
@@ -258,6 +266,8 @@ POLICIES: dict[str, Callable[[], Case]] = {
     "xvla joint": lambda: xvla("joint"),
     "molmoact2": lambda: molmoact2("plain"),
     "molmoact2 resized": lambda: molmoact2("resized"),
+    "molmoact2 robot": lambda: molmoact2("robot"),
+    "molmoact2 adapted": lambda: molmoact2("adapted"),
     "evo1": lambda: evo1("resized"),
     "evo1 bare": lambda: evo1("bare"),
 }

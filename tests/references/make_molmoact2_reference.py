@@ -1,8 +1,8 @@
 """Write folders of a small MolmoAct2, as lerobot saves them and as its authors publish them, and lerobot's actions.
 
-Run it with an interpreter that has lerobot 0.6.1 (CONTRIBUTING names the packages)::
+Run it with an interpreter that has lerobot 0.6.1 or its main branch (CONTRIBUTING names the packages)::
 
-    python tests/references/make_molmoact2_reference.py --out DIR [--variants plain resized robot guided]
+    python tests/references/make_molmoact2_reference.py --out DIR [--variants plain resized robot tagged adapted]
 
 For each variant it writes ``DIR/VARIANT/``:
 
@@ -16,15 +16,17 @@ For each variant it writes ``DIR/VARIANT/``:
 
 ``DIR/kept.json``: the JSON files of every variant, the names and shapes of the tensors, and the actions, which
 tests/nn/molmoact2_reference.json holds: weights and observations are drawn by name, so that any interpreter has the
-same.
+same. The kept `adapted` was written by lerobot's main branch, the others by 0.6.1.
 
-Variants: `plain`, images of the model's size, and a prompt that the expert sees in part; `resized`, images of two
+Variants: `plain`, images of the model's size, and a prompt that 0.6.1's expert sees in part; `resized`, images of two
 sizes, tokens at the end of image rows, and all of the prompt; `robot`, whose joints are converted, cameras in an order
-of its own, and grippers scaled as well; `tagged`, statistics and cameras of norm_stats.json. `guided` are the actions
-of `plain` in a call with a previous chunk.
+of its own, and grippers scaled as well; `tagged`, statistics and cameras of norm_stats.json; `adapted` (only on
+request, needs peft), `plain` with a LoRA adapter within the policy. `guided` are the actions of `plain` in a call with
+a previous chunk.
 
-lerobot counts the positions of a batch's shorter prompts from the padding before them, which changes the actions; every
-answer here is of one observation. Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose.
+lerobot 0.6.1 counts the positions of a batch's shorter prompts from the padding before them, which changes the actions;
+every answer here is of one observation. Everything is float32 on the CPU. This file imports nothing of vla_accel on
+purpose.
 """
 
 from __future__ import annotations
@@ -64,15 +66,25 @@ NAMES = {
     "action": ["x", "y", "z", "a", "b", "c", "gripper"],
 }
 SETUP, CONTROL = "one arm", "delta end-effector pose"
+MAIN = "train_mode_vlm" in MolmoAct2Config.__dataclass_fields__
+"""Whether lerobot is its main branch."""
+PLAIN: dict[str, Any] = {"setup_type": SETUP, "control_mode": CONTROL, "dataset_feature_names": NAMES}
 CHANGES: dict[str, dict[str, Any]] = {
-    "plain": {"setup_type": SETUP, "control_mode": CONTROL, "dataset_feature_names": NAMES},
-    "resized": {"setup_type": SETUP, "add_control_tokens": False, "control_mode": CONTROL, "num_inference_steps": 4},
+    "plain": PLAIN,
+    "resized": {
+        "setup_type": SETUP, "add_control_tokens": False, "control_mode": CONTROL, "num_inference_steps": 4,
+        # Without names of dimensions 0.6.1 scales grippers as well; the main branch requires this setting.
+        **({"normalize_gripper": True} if MAIN else {}),
+    },
     "robot": {
-        "setup_type": SETUP, "control_mode": CONTROL, "normalize_gripper": True, "dataset_feature_names": NAMES,
+        **PLAIN, "normalize_gripper": True,
         "image_keys": ["observation.images.wrist", "observation.images.front"], "normalize_language": False,
         "joint_signs": [1.0, -1.0, 1.0], "joint_offsets": [0.0, 0.3, -0.2],
     },
     "tagged": {"norm_tag": "libero"},
+    "adapted": {
+        **PLAIN, **({"train_mode_vlm": "lora"} if MAIN else {"enable_lora_vlm": True}), "lora_rank": 4, "lora_alpha": 6,
+    },
 }  # fmt: skip
 
 
@@ -183,14 +195,27 @@ def given(variant: str) -> dict[str, Any]:
 def build(variant: str, folder: Path) -> tuple[Any, Any]:
     """lerobot's policy and its processors."""
     sizes = SIZES.get(variant, dict.fromkeys(CAMERAS, (70, 70)))
+    plain = {"dtype": "float32", "train_mode_vlm": "fft"} if MAIN else {"model_dtype": "float32"}
     config = MolmoAct2Config(
-        checkpoint_path=str(folder), device="cpu", model_dtype="float32", action_mode="continuous",
-        inference_action_mode="continuous", chunk_size=6, n_action_steps=6,
-        **frame.features({f"observation.images.{k}": v for k, v in sizes.items()}), **CHANGES[variant],
+        checkpoint_path=str(folder), device="cpu", action_mode="continuous", inference_action_mode="continuous",
+        chunk_size=6, n_action_steps=6, **frame.features({f"observation.images.{k}": v for k, v in sizes.items()}),
+        **{**plain, **CHANGES[variant]},
     )  # fmt: skip
     policy = modeling_molmoact2.MolmoAct2Policy(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.from_numpy(weight(name, tuple(parameter.shape))))
     table = None if "norm_tag" in CHANGES[variant] else statistics()
     return policy, processor_molmoact2.make_molmoact2_pre_post_processors(config, table)
+
+
+def loaded(policy: Any, folder: Path) -> Any:
+    """Save a policy, and return it as lerobot loads it: its main branch remembers that it comes from a folder."""
+    policy.save_pretrained(folder)
+    config = MolmoAct2Config.from_pretrained(folder)
+    config.pretrained_path = folder
+    return modeling_molmoact2.MolmoAct2Policy.from_pretrained(folder, config=config, strict=True)
 
 
 def chunk(
@@ -223,7 +248,7 @@ def write(variant: str, out: Path, seed: int) -> None:
     model = published(variant, out / "published")
     policy, processors = build(variant, out / "published")
     folder = out / "checkpoint"
-    policy.save_pretrained(folder)
+    policy = loaded(policy, folder)
     for part in processors:
         part.save_pretrained(folder)
     inputs = given(variant)
@@ -245,8 +270,11 @@ def write(variant: str, out: Path, seed: int) -> None:
     np.savez(out / "answers.npz", **saved)
     path, shared = out.parent / "kept.json", ("tokenizer.json", "tokenizer_config.json")
     kept = json.loads(path.read_text()) if path.is_file() else {"variants": {}}
-    kept["shapes"] = {k: list(v.shape) for k, v in policy.state_dict().items()}
+    shapes = {k: list(v.shape) for k, v in policy.state_dict().items()}
+    if variant != "adapted":
+        kept["shapes"] = shapes
     kept["variants"][variant] = {
+        **({"shapes": shapes} if variant == "adapted" else {}),
         "files": {p.name: json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))},
         "published": {
             p.name: json.loads(p.read_text())
@@ -264,4 +292,4 @@ def write(variant: str, out: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    frame.write_variants(__doc__, write, list(CHANGES))
+    frame.write_variants(__doc__, write, list(CHANGES), [name for name in CHANGES if name != "adapted"])

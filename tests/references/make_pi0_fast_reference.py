@@ -20,7 +20,9 @@ brings cannot be had; lerobot gets what it uses of it, a decoder and two numbers
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +66,9 @@ def fast_tokenizer(rng: np.random.Generator, folder: Path) -> Any:
     content = {"scale": SCALE, "vocab_size": FAST_VOCAB, "min_token": LOWEST, "action_dim": None, "time_horizon": None}
     (folder / "processor_config.json").write_text(json.dumps(content))
     bpe = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-    return SimpleNamespace(bpe_tokenizer=bpe, scale=SCALE, min_token=LOWEST)
+    # lerobot's main branch saves it with the pipeline.
+    save = functools.partial(shutil.copytree, folder, dirs_exist_ok=True)
+    return SimpleNamespace(bpe_tokenizer=bpe, scale=SCALE, min_token=LOWEST, save_pretrained=save)
 
 
 def build(text: Any, fast: Any, cameras: Mapping[str, tuple[int, int]] = SQUARE) -> Any:

@@ -1,8 +1,8 @@
 """Write folders of a small VLA-JEPA, as lerobot saves them, and the actions that it computes.
 
-Run it with an interpreter that has lerobot 0.6.1 (CONTRIBUTING names the packages)::
+Run it with an interpreter that has lerobot 0.6.1 or its main branch (CONTRIBUTING names the packages)::
 
-    python tests/references/make_vla_jepa_reference.py --out DIR [--variants plain resized bare full]
+    python tests/references/make_vla_jepa_reference.py --out DIR [--variants plain resized bare full relative]
 
 For each variant it writes ``DIR/VARIANT/``:
 
@@ -14,11 +14,12 @@ For each variant it writes ``DIR/VARIANT/``:
 
 ``DIR/kept.json``: the JSON files of every variant, the names and shapes of lerobot's tensors, and its actions, which
 tests/nn/vla_jepa_reference.json holds: weights and observations are drawn by name, so that any interpreter has the
-same.
+same. The kept `relative` was written by lerobot's main branch, the others by 0.6.1.
 
 Variants: `plain`, images as they are (their size is that of whole tokens); `resized`, images of two sizes, resized to
 224 x 224; `bare`, without the steps that snap the gripper, and with other denoising steps; `full`, the published size
-except for the vocabulary (on request alone, 20 GB of memory and 8 of disk).
+except for the vocabulary (on request alone, 20 GB of memory and 8 of disk); `relative` (on request alone, main branch),
+with actions relative to the state but for the gripper, which their names place, and unclipped by mean and deviation.
 
 Everything is float32 on the CPU. This file imports nothing of vla_accel on purpose. The chat template is written here
 from Qwen's published form.
@@ -40,6 +41,7 @@ from safetensors.torch import load_file
 
 # isort: split
 from groot_weights import draw, weight
+from lerobot.configs.types import NormalizationMode
 from lerobot.policies.vla_jepa import modeling_vla_jepa, qwen_interface
 from lerobot.policies.vla_jepa.configuration_vla_jepa import VLAJEPAConfig
 from lerobot.policies.vla_jepa.processor_vla_jepa import make_vla_jepa_pre_post_processors
@@ -60,15 +62,24 @@ CAMERAS = {
     "resized": {"front": (96, 132), "wrist": (250, 150)},
     "bare": {"front": (256, 256), "wrist": (256, 256)},
     "full": {"front": (256, 256), "wrist": (256, 256)},
+    "relative": {"front": (256, 256), "wrist": (256, 256)},
 }
+GRIPPER = {"binarize_gripper_action": True, "pre_snap_gripper_action": True}
+"""The defaults of 0.6.1, which the main branch changed."""
 CHANGES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "resized": {"resize_images_to": (224, 224)},
+    "plain": GRIPPER,
+    "resized": {**GRIPPER, "resize_images_to": (224, 224)},
     "bare": {
         "binarize_gripper_action": False, "pre_snap_gripper_action": False, "clip_normalized_actions": False,
         "num_inference_timesteps": 3,
     },
-    "full": {},
+    "full": GRIPPER,
+    "relative": {
+        **GRIPPER, "use_relative_actions": True, "relative_exclude_joints": ["jaw"], "gripper_joint_names": ["JAW"],
+        "action_feature_names": ["x", "y", "z", "roll", "pitch", "jaw.pos", "yaw"], "gripper_threshold": 0.125,
+        "normalization_mapping": dict.fromkeys(("STATE", "ACTION"), NormalizationMode.MEAN_STD)
+        | {"VISUAL": NormalizationMode.IDENTITY},
+    },
 }  # fmt: skip
 SMALL: dict[str, Any] = {
     "action_model_type": "DiT-test", "action_num_heads": 2, "action_attention_head_dim": 48, "action_hidden_size": 56,
@@ -86,6 +97,10 @@ QWEN: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Sizes of Qwen3-VL-2B."""
+
+
+AUTOCAST = next(n for n in ("_get_autocast_context", "get_autocast_context") if hasattr(modeling_vla_jepa, n))
+"""The function of 0.6.1, and of the main branch."""
 
 
 def processor() -> Any:
@@ -150,7 +165,7 @@ def chunk(policy: Any, processors: tuple[Any, Any], given: dict[str, Any], tasks
     }  # fmt: skip
     noise = torch.from_numpy(given["noise"])
     with (
-        mock.patch.object(modeling_vla_jepa, "_get_autocast_context", lambda *a, **k: contextlib.nullcontext()),
+        mock.patch.object(modeling_vla_jepa, AUTOCAST, lambda *a, **k: contextlib.nullcontext()),
         mock.patch.object(torch, "randn", lambda *a, **k: noise.clone()),
     ):
         batch = before({**pixels, "observation.state": torch.from_numpy(given["state"]), "task": tasks})
@@ -188,4 +203,4 @@ def write(variant: str, out: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    frame.write_variants(__doc__, write, list(CAMERAS), [name for name in CAMERAS if name != "full"])
+    frame.write_variants(__doc__, write, list(CAMERAS), [name for name in CAMERAS if name not in ("full", "relative")])

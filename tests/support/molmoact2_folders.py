@@ -31,9 +31,21 @@ Change = Callable[[dict[str, Any]], object]
 @functools.cache
 def tensors() -> dict[str, Tensor]:
     """The authors' tensors of the small model."""
-    start = "model."
-    shapes = {name.removeprefix(start): shape for name, shape in REFERENCE["shapes"].items()}
-    return {n: torch.from_numpy(np.ascontiguousarray(weight(n, tuple(s)))) for n, s in shapes.items()}
+    return {name.removeprefix("model."): drawn(name, shape) for name, shape in REFERENCE["shapes"].items()}
+
+
+@functools.cache
+def adapted() -> dict[str, Tensor]:
+    """Those of the variant `adapted`, whose layers have a LoRA adapter, as lerobot names them behind "model."."""
+    shapes = REFERENCE["variants"]["adapted"]["shapes"]
+    return {name.removeprefix("model."): drawn(name, shape) for name, shape in shapes.items()}
+
+
+def drawn(name: str, shape: list[int]) -> Tensor:
+    """A tensor of lerobot's policy, by its name without an adapter's words."""
+    if "lora_" not in name:
+        name = name.replace("base_model.model.", "").replace(".base_layer", "").removeprefix("model.")
+    return torch.from_numpy(np.ascontiguousarray(weight(name, tuple(shape))))
 
 
 def published(
@@ -63,7 +75,7 @@ def write(
     change(files)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    weights = tensors() if stored is None else stored
+    weights = (adapted() if variant == "adapted" else tensors()) if stored is None else stored
     save_file({f"model.{name}": value for name, value in weights.items()}, str(folder / "model.safetensors"))
     for name, table in kept["statistics"].items():
         save_file({key: torch.tensor(value) for key, value in table.items()}, str(folder / name))

@@ -184,7 +184,7 @@ def write_lerobot(
     )  # fmt: skip
     write_saved(folder, files, {"observation.state": statistics(STATE_DIM), "action": statistics(ACTION_DIM)}, change)
     write_text_tokenizer(folder / "tokenizer.json")
-    write_fast(folder / "fast")
+    write_fast(folder / ("action_tokenizer" if release == "main" else "fast"))
     return model
 
 

@@ -143,9 +143,9 @@ def test_sizes_must_fit(folder: Path, tmp_path: Path) -> None:
 
 def test_files_that_are_missing_or_something_else(folder: Path, tmp_path: Path) -> None:
     write_fast(tmp_path)
-    assert load_fast(tmp_path.parent, str(tmp_path), "nobody/fast").scale == SCALE
+    assert load_fast([tmp_path.parent / "fast"], str(tmp_path), "nobody/fast").scale == SCALE
     # The name that lerobot keeps may be a folder, too.
-    assert load_fast(tmp_path.parent, None, str(tmp_path)).scale == SCALE
+    assert load_fast([tmp_path.parent / "fast"], None, str(tmp_path)).scale == SCALE
     (tmp_path / "processor_config.json").write_text('{"scale": 0, "min_token": -3}')
     with pytest.raises(CheckpointError, match=r"processor_config\.json: expected scale, min_token.* got: scale: 0"):
         FastTokenizer.load(tmp_path)

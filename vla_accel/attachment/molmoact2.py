@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vla_accel.attachment.batches import pixels, prompt_tokens
-from vla_accel.attachment.calls import saved_config
+from vla_accel.attachment.calls import enabled_rtc, saved_config
 from vla_accel.attachment.prepared import PreparedReader, one_length, one_number
 from vla_accel.attachment.weights import ModuleWeights
 from vla_accel.checkpoints.lerobot import read_settings
@@ -21,6 +21,8 @@ from vla_accel.families.molmoact2.checkpoint import (
     authors_folder,
     hidden_tokens,
     load_network,
+    merged,
+    sees_whole_prompt,
 )
 from vla_accel.families.molmoact2.network import MolmoAct2, MolmoAct2Config
 from vla_accel.families.molmoact2.robot import with_steps
@@ -36,11 +38,15 @@ class MolmoAct2Reader(PreparedReader):
     title, known = "action_dim_is_pad", ("tokenizer",)
 
     def __init__(self, policy: Any, settings: PolicyConfig) -> None:
-        self._weights, self._stated = ModuleWeights(policy), policy.model.config
+        self._stated = policy.model.config
         with saved_config(policy) as folder:
             path = folder / "config.json"
             content = read_settings(path, (MODEL_TYPE,))
+            self._weights = merged(content, ModuleWeights(policy), path)
             _, config = authors_folder(content, path, settings)
+            # lerobot's main branch hides tokens as the authors do unless the policy comes from a folder.
+            guided = enabled_rtc(policy) is not None or getattr(policy, "_checkpoint_action_mode", None) is not None
+            self._whole = guided and sees_whole_prompt(content)
             self._sizes = with_steps(replace(config, action_horizon=policy.config.chunk_size), content, path)
         super().__init__(policy, settings, MODEL_TYPE)
 
@@ -61,7 +67,7 @@ class MolmoAct2Reader(PreparedReader):
         return replace(made, edge=int(starts[0]), between=int(starts[1] - starts[0]) - made.image_tokens)
 
     def _hidden(self, ids: np.ndarray) -> tuple[int, ...]:
-        eos = self._stated.eos_token_id if self._stated.action_mode == "both" else None
+        eos = self._stated.eos_token_id if self._stated.action_mode == "both" and not self._whole else None
         return hidden_tokens(ids.tolist(), eos)
 
     def _variant(self, batch: Mapping[str, Any]) -> int:
@@ -74,8 +80,13 @@ class MolmoAct2Reader(PreparedReader):
     def _prompts(self, batch: Mapping[str, Any]) -> list[np.ndarray]:
         mask = batch.get("attention_mask")
         mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
-        # lerobot counts the positions of shorter prompts from their padding.
-        return one_length(prompt_tokens(batch["input_ids"], mask, "attention_mask"), "attention_mask")
+        prompts, positions = prompt_tokens(batch["input_ids"], mask, "attention_mask"), batch.get("position_ids")
+        if positions is None:
+            # lerobot 0.6.1 counts the positions of shorter prompts from their padding.
+            return one_length(prompts, "attention_mask")
+        if not torch.equal(positions, (mask.long().cumsum(-1) - 1).clamp(min=0)):
+            raise ConfigError("position_ids: expected the positions of each prompt from 0 on, without its padding")
+        return prompts
 
     def _inputs(self, batch: Mapping[str, Any]) -> list[Inputs]:
         if batch.get("pixel_values_videos") is not None:

@@ -15,6 +15,7 @@ from vla_accel.checkpoints.lerobot_settings import (
     ABSOLUTE,
     AFTER,
     ALIASES,
+    ARTIFACTS,
     BATCH,
     BEFORE,
     DEVICE,
@@ -73,6 +74,7 @@ class Processors:
         prompt_state_dim: The size to which prompts pad the state, as lerobot did before 0.5; None if they do not.
         cameras: Of a policy that reads frames as they are: how the images of each camera, in [0, 1], are normalized by
             channel.
+        action_tokenizer: Folder of the tokenizer of actions that was saved with the preprocessor; None: there is none.
         before, after: Settings of the steps of the preprocessor and of the postprocessor, by name.
     """
 
@@ -84,6 +86,7 @@ class Processors:
     pixels: PixelValues | None = None
     prompt_state_dim: int | None = None
     cameras: tuple[Normaliser, ...] = ()
+    action_tokenizer: Path | None = None
     before: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     after: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -140,7 +143,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
     path = folder / "config.json"
     inputs, outputs = features(config, path)
     renamed, relative, tokenizer, length = {}, None, {}, ("tokenizer_max_length", config, path)
-    prompted, steps = reads_prompt(config["type"]), ({}, {})
+    prompted, steps, fast = reads_prompt(config["type"]), ({}, {}), None
     has_environment = config["type"] in ("act", "diffusion") and ENVIRONMENT in inputs
     states = [key for key in (STATE, ENVIRONMENT) if key in inputs] if has_environment else [STATE]
     state_dims, action_dim = [length_of(inputs, key, path) for key in states], length_of(outputs, ACTION, path)
@@ -159,6 +162,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         of_inputs, of_outputs = before.statistics(NORMALIZE), after.statistics(UNNORMALIZE)
         renamed, tokenizer = before.config(RENAME).get("rename_map") or {}, _tokenizer(before) if prompted else {}
         steps = tuple({name: pipeline.config(name) for name in pipeline.steps} for pipeline in (before, after))
+        fast = before.folders.get("action_tokenizer_name")
         if "max_length" in tokenizer:
             length = "max_length", tokenizer, before.path
         if _are_relative(config, before, after):
@@ -203,6 +207,7 @@ def read_processors(folder: Path, config: Mapping[str, Any], resize: Resize, wei
         pixel_values({k: of_inputs.camera(k) for k in cameras}, smolvla=smolvla, old_bars=old, path=path),
         size_of(config, "max_state_dim", path) if old else None,
         scales,
+        fast,
         before=steps[0],
         after=steps[1],
     )
@@ -317,10 +322,12 @@ def _preset(
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """A saved pipeline: its steps, as JSON, by name. Steps of `NEUTRAL` are left out."""
+    """A saved pipeline: its steps, as JSON, by name, without those of `NEUTRAL`, and the folders that steps saved next
+    to it, by the setting that names them."""
 
     path: Path
     steps: Mapping[str, Mapping[str, Any]]
+    folders: Mapping[str, Path]
 
     def config(self, name: str) -> Mapping[str, Any]:
         """Return the settings of a step, empty if the pipeline has no such step."""
@@ -341,9 +348,23 @@ def _read_pipeline(path: Path, orders: Orders) -> _Pipeline:
     saved = [str(step.get("registry_name", step.get("class"))) for step in steps]
     names = [ALIASES.get(name, name) for name in saved]
     _check_steps(path, names, orders)
+    folders: dict[str, Path] = {}
     for name, step in zip(names, steps, strict=True):
         check(step.get("config") or {}, STEPS[name], f"{path}: {name}", KNOWN)
-    return _Pipeline(path, {n: step for n, step in zip(names, steps, strict=True) if n not in NEUTRAL})
+        folders |= _saved_folders(path, name, step.get("artifacts") or {})
+    return _Pipeline(path, {n: step for n, step in zip(names, steps, strict=True) if n not in NEUTRAL}, folders)
+
+
+def _saved_folders(path: Path, name: str, artifacts: Any) -> dict[str, Path]:
+    """Return the folders that a step saved next to its pipeline, by the setting that names them. Raises
+    CheckpointError."""
+    known = ARTIFACTS.get(name)
+    if not isinstance(artifacts, dict) or artifacts.keys() - {known}:
+        raise CheckpointError(f"{path}: {name}: artifacts: expected {known or 'none'}, got {artifacts!r:.80}")
+    for place in artifacts.values():
+        if not isinstance(place, str) or Path(place).is_absolute() or ".." in Path(place).parts:
+            raise CheckpointError(f"{path}: {name}: artifacts: expected a folder next to it, got {place!r:.60}")
+    return {setting: path.parent / place for setting, place in artifacts.items()}
 
 
 def _check_steps(path: Path, names: Sequence[str], orders: Orders) -> None:
@@ -417,17 +438,14 @@ def relative_dims(step: Mapping[str, Any], sizes: tuple[int, int], path: Path) -
 
 def _tokenizer(before: _Pipeline) -> Mapping[str, Any]:
     """Return the settings of the tokenizer step. A tokenizer saved with the pipeline is named by its path."""
-    config, artifacts = before.config(TOKENIZE), before.steps[TOKENIZE].get("artifacts")
-    name = (artifacts or {}).get("tokenizer_name")
-    if name is None:
+    config, folder = before.config(TOKENIZE), before.folders.get("tokenizer_name")
+    if folder is None:
         return config
-    folder = before.path.parent
-    inside = isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
-    if not inside or not (folder / name).is_dir():
-        raise CheckpointError(
-            f"{before.path}: expected the tokenizer in a folder {name!r:.60} next to it, found {listing(folder)}"
-        )
-    return {**config, "tokenizer_name": str(folder / name)}
+    if not folder.is_dir():
+        expected = f"expected the tokenizer in the folder {folder.name!r:.60} next to it"
+        found = f"found {listing(folder.parent)}; copy the folder from where the policy was saved"
+        raise CheckpointError(f"{before.path}: {expected}, {found}")
+    return {**config, "tokenizer_name": str(folder)}
 
 
 def _check_prompt(before: _Pipeline, config: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ def _since(release: str, *settings: Setting) -> tuple[Setting, ...]:
 # -- config.json --------------------------------------------------------------------------------------------------
 
 _COPIED = "the saved steps have their own copy, which is used"
-_UNSAVED = "lerobot's saved steps do not keep it, and it loads this one"
+_UNSAVED = "the copy in the saved steps is used; 0.6.1 saves none and loads 6 and 0.5, so that others are refused"
 _BASE = (
     read("type", "policy class"),
     read("input_features output_features", "names and sizes of cameras, state and action"),
@@ -98,6 +98,7 @@ _NOISE = (
     read("num_inference_steps", "denoising steps; null: num_train_timesteps"),
 )
 _OLD_PI0 = "the π0 of lerobot 0.3 is another network, which later releases do not load either"
+_INNER_LORA = "whether the weights have an adapter, which is merged into them"
 _MEMORY = "the policy reads a history of frames, which this package does not run"
 _PROMPT_STATE = "length to which lerobot before 0.5 pads the state in the prompt"
 
@@ -247,7 +248,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         *_CHUNK,
         _SCALING,
         neutral("qwen_model_name jepa_encoder_name", "weights that training started from; the weights show sizes"),
-        neutral("enable_world_model", "the world model is used in training only; its weights are not read"),
+        read("enable_world_model", "tokens of the prompt; the world model is used in training only"),
         read("prompt_template special_action_token embodied_action_token", "the prompt"),
         read(
             "num_action_tokens_per_timestep num_embodied_action_tokens_per_instruction num_video_frames "
@@ -262,10 +263,12 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
             "sizes, checked against the weights",
         ),
         neutral("tokenizer_padding_side", "padding, which the model masks"),
-        neutral("num_target_vision_tokens action_max_seq_len", "not read by lerobot"),
+        neutral("num_target_vision_tokens", "not read by lerobot"),
+        neutral("action_max_seq_len", "number of positions of actions; the weights have it"),
         neutral("binarize_gripper_action pre_snap_gripper_action clip_normalized_actions", _COPIED),
-        fixed("gripper_dim", _UNSAVED, 6),
-        fixed("gripper_threshold", _UNSAVED, 0.5),
+        read("gripper_dim gripper_threshold", _UNSAVED),
+        *_since("main", *_RELATIVE),
+        neutral("gripper_joint_names", _COPIED, "main"),
         neutral("torch_dtype", "precision in which lerobot ran"),
         neutral(
             "freeze_qwen reinit_modules action_dropout action_noise_beta_alpha action_noise_beta_beta action_noise_s "
@@ -274,6 +277,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
             "optimizer_grad_clip_norm scheduler_warmup_steps scheduler_decay_steps scheduler_decay_lr",
             "training",
         ),
+        neutral("world_model_num_views causal_world_model_context", "training", "main"),
     ),
     "fastwam": _since(
         "0.6.1",
@@ -336,7 +340,7 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         _SCALING,
         read("checkpoint_path", "sizes and tokenizer of the model; its weights are in the folder"),
         neutral("checkpoint_revision checkpoint_force_download", "download of the model"),
-        fixed("action_mode", "a policy without a flow's actions is not supported", "continuous", "both"),
+        fixed("action_mode", "the expert computes the actions; main: the tokens that it sees", "continuous", "both"),
         fixed("inference_action_mode", "actions in tokens are not supported", None, "continuous"),
         neutral("discrete_action_tokenizer discrete_generation_max_steps", "actions in tokens"),
         neutral(
@@ -350,14 +354,23 @@ FIELDS: dict[str, tuple[Setting, ...]] = {
         fixed("per_episode_seed", "noise is drawn in each call, or passed by the caller", False),
         neutral("eval_seed", "noise of lerobot's evaluation"),
         neutral("rtc_config", "real-time chunking of lerobot's loop; use `rtc:` in the configuration"),
-        fixed("enable_lora_vlm", "the weights of an adapter are not supported", False),
-        fixed("enable_lora_action_expert", "the weights of an adapter are not supported", False),
+        fixed("enable_lora_vlm", _INNER_LORA, False, True, until="0.6.1"),
+        fixed("train_mode_vlm", _INNER_LORA, "fft", "freeze", "lora", since="main"),
+        neutral("enable_lora_action_expert", "the weights show which layers have an adapter", until="0.6.1"),
+        read("lora_rank lora_alpha", "the scale of an adapter"),
         neutral("enable_inference_cuda_graph", "speed"),
-        neutral("model_dtype", "precision in which lerobot ran"),
+        neutral("compile_model", "torch.compile", "main"),
+        neutral("model_dtype", "precision in which lerobot ran", until="0.6.1"),
+        neutral("dtype", "precision in which lerobot ran", "main"),
+        neutral(
+            "norm_stats_path", "statistics of norm_tag; the saved steps have their own copy, which is used", "main"
+        ),
+        neutral("llm_residual_dropout", "training", "main"),
+        neutral("train_action_expert_only", "training", until="0.6.1"),
         neutral(
             "num_flow_timesteps flow_matching_cutoff flow_matching_time_offset flow_matching_time_scale "
-            "flow_matching_beta_alpha flow_matching_beta_beta lora_rank lora_alpha lora_dropout lora_bias "
-            "enable_knowledge_insulation freeze_embedding train_action_expert_only gradient_checkpointing "
+            "flow_matching_beta_alpha flow_matching_beta_beta lora_dropout lora_bias "
+            "enable_knowledge_insulation freeze_embedding gradient_checkpointing "
             "softmax_auxiliary_loss softmax_auxiliary_loss_scale discrete_loss_token_weighting optimizer_lr "
             "optimizer_vit_lr optimizer_connector_lr optimizer_action_expert_lr optimizer_betas optimizer_eps "
             "optimizer_weight_decay optimizer_grad_clip_norm scheduler_warmup_steps scheduler_decay_steps "
@@ -414,8 +427,8 @@ BATCH, DEVICE, ACTION_TOKENS = "to_batch_processor", "device_processor", "action
 _PI0_LINE, _SMOLVLA_LINE = "pi0_new_line_processor", "smolvla_new_line_processor"
 _PI05_STATE = "pi05_prepare_state_tokenizer_processor_step"
 _FAST_STATE = "pi0_fast_prepare_state_tokenizer_processor_step"
-CLIP, SNAP = "vla_jepa_clip_actions", "vla_jepa_pre_snap_gripper"
-BINARIZE = "vla_jepa_binarize_gripper"
+PREPARE, CLIP = "vla_jepa_image_prep", "vla_jepa_clip_actions"
+SNAP, BINARIZE = "vla_jepa_pre_snap_gripper", "vla_jepa_binarize_gripper"
 TOGGLE = "fastwam_action_toggle_processor"
 PAD_STATE, PAD_ACTION, CROP = "evo1_pad_state_processor", "evo1_pad_action_processor", "evo1_action_processor"
 TO_LEVELS, TO_FLOAT, IMAGENET = "xvla_image_scale", "xvla_image_to_float", "xvla_imagenet_normalize"
@@ -430,6 +443,8 @@ ALIASES = {
 """Names of lerobot 0.5.1 that later releases changed, and MolmoAct2's own, whose statistics may have masks."""
 NEUTRAL = (BATCH, DEVICE, ACTION_TOKENS)
 """Steps that change no action: those that move data, and the one that tokenizes actions for training."""
+ARTIFACTS = {TOKENIZE: "tokenizer_name", ACTION_TOKENS: "action_tokenizer_name"}
+"""Steps that lerobot's main branch saves a folder of, and the setting that it replaces."""
 
 _NORMALIZER = (
     read("features", "names that are normalized"),
@@ -478,6 +493,10 @@ STEPS: dict[str, tuple[Setting, ...]] = {
         read("exclude_joints action_names", "actions that stay absolute, by their names", "0.5.1"),
     ),
     ABSOLUTE: (read("enabled", "whether the state is added to the actions", "0.5.1"),),
+    PREPARE: (
+        read("resize_to", "height and width of the images; must be config.json's resize_images_to"),
+        neutral("expand_channels", "images have three channels here"),
+    ),
     CLIP: (),
     SNAP: (read("gripper_dim threshold", "the gripper's action becomes 0 or 1 before it is scaled"),),
     BINARIZE: (read("gripper_dim threshold", "the gripper's action becomes -1 or 1"),),
@@ -489,7 +508,7 @@ STEPS: dict[str, tuple[Setting, ...]] = {
     TO_AXIS_ANGLE: (neutral("expected_action_dim", "not read by lerobot"),),
     STATE_FRAME: (read("joint_signs joint_offsets", "sign and zero of the state's first numbers"),),
     ACTION_FRAME: (read("joint_signs joint_offsets", "sign and zero of an action's first numbers"),),
-    CLAMP_STATE: (),
+    CLAMP_STATE: (read("normalization_masks", "must be the masks of the statistics", "main"),),
     CLAMP_ACTION: (),
     PACK: (
         read("checkpoint_path", "the tokenizer and the sizes of images"),
@@ -519,8 +538,8 @@ STEPS: dict[str, tuple[Setting, ...]] = {
 Orders = tuple[tuple[str, ...], ...]
 """The steps of a pipeline: sequences of steps, of which each must precede the next."""
 OPTIONAL = (
-    RENAME, RELATIVE, ABSOLUTE, ACTION_TOKENS, CLIP, SNAP, BINARIZE, TOGGLE, TO_LEVELS, TO_FLOAT, IMAGENET, DOMAIN,
-    TO_AXIS_ANGLE, CROP,
+    RENAME, RELATIVE, ABSOLUTE, ACTION_TOKENS, PREPARE, CLIP, SNAP, BINARIZE, TOGGLE, TO_LEVELS, TO_FLOAT, IMAGENET,
+    DOMAIN, TO_AXIS_ANGLE, CROP,
 )  # fmt: skip
 """Steps that lerobot does not always save."""
 _SCALED = (RENAME, RELATIVE, NORMALIZE)
@@ -532,7 +551,7 @@ PREPROCESSORS: dict[str, Orders] = {
     "act": (_SCALED,),
     "diffusion": (_SCALED,),
     "multi_task_dit": ((RENAME, NORMALIZE), (TOKENIZE,)),
-    "vla_jepa": ((RENAME, NORMALIZE),),
+    "vla_jepa": ((RENAME, PREPARE, RELATIVE, NORMALIZE),),
     "fastwam": ((RENAME, NORMALIZE),),
     "evo1": ((RENAME, PAD_STATE, NORMALIZE), (PAD_ACTION,)),
     "xvla": ((RENAME, NORMALIZE), (TOKENIZE,), (TO_LEVELS, TO_FLOAT, IMAGENET, NORMALIZE), (DOMAIN,)),
@@ -540,7 +559,7 @@ PREPROCESSORS: dict[str, Orders] = {
 }
 POSTPROCESSOR: Orders = ((UNNORMALIZE, ABSOLUTE),)
 POSTPROCESSORS: dict[str, Orders] = {
-    "vla_jepa": ((CLIP, SNAP, UNNORMALIZE, BINARIZE),),
+    "vla_jepa": ((CLIP, SNAP, UNNORMALIZE, ABSOLUTE, BINARIZE),),
     "fastwam": ((UNNORMALIZE, TOGGLE),),
     "evo1": ((UNNORMALIZE, CROP),),
     "xvla": ((UNNORMALIZE, TO_AXIS_ANGLE),),

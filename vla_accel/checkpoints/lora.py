@@ -23,7 +23,7 @@ from torch import Tensor
 from vla_accel.checkpoints.checkpoint import shapes_of
 from vla_accel.checkpoints.hub import HubName
 from vla_accel.checkpoints.settings import fixed, neutral, read, refused
-from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, listing, read_json, some
+from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, listing, read_json, some
 from vla_accel.errors import CheckpointError
 from vla_accel.files import user_path
 from vla_accel.nn.network import Network, Origin
@@ -193,6 +193,53 @@ class Folded:
 
     def progress(self) -> AbstractContextManager[None]:
         return self._origin.progress()
+
+
+class MergedWeights:
+    """The tensors of a model that was saved with its LoRA adapter (`Weights`): merged, and named as without one.
+
+    Args:
+        weights: The tensors as peft names them: `START.base_model.model.MODULE.base_layer.weight` next to
+            `….MODULE.lora_A.default.weight` and `lora_B`.
+        start: Precedes `base_model.model.` in their names, such as "model.".
+        rank, alpha: Those of every adapted layer.
+        where: The file that says so, for errors.
+
+    Raises:
+        CheckpointError: There is no adapter, or another one than LoRA of this rank on linear layers.
+    """
+
+    def __init__(self, weights: Weights, start: str, rank: int, alpha: int, where: Path) -> None:
+        self._weights, self._scale = weights, alpha / rank
+        self._stored: dict[str, str] = {}
+        self._factors: dict[str, dict[str, str]] = {}
+        for name in weights.shapes:
+            inner = name.removeprefix(start)
+            plain = start + inner.removeprefix(_WRAPPED)
+            if match := _FACTOR.fullmatch(plain):
+                self._factors.setdefault(f"{match[1]}.weight", {})[match[2]] = name
+            else:
+                self._stored[plain.replace(".base_layer.", ".")] = name
+        self.shapes = {plain: weights.shapes[name] for plain, name in self._stored.items()}
+        self.sizes = {plain: weights.sizes[name] for plain, name in self._stored.items()}
+        self.integers = {p: weights.integers[name] for p, name in self._stored.items() if name in weights.integers}
+        if not self._factors or (others := [name for name in self._stored if "lora_" in name]):
+            got = some(sorted(others)) if self._factors else "none"
+            raise CheckpointError(f"{where}: expected weights with lora_A and lora_B of linear layers, got {got}")
+        for name, pair in self._factors.items():
+            shapes = {side: weights.shapes[factor] for side, factor in pair.items()}
+            whole = self.shapes.get(name, ())
+            if len(whole) != 2 or shapes != {"A": (rank, whole[1]), "B": (whole[0], rank)}:
+                got = ", ".join(f"lora_{side} {shape}" for side, shape in sorted(shapes.items()))
+                raise CheckpointError(f"{where}: {name}: expected factors of rank {rank} for {whole}, got {got}")
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in its stored dtype, an adapted one in float32."""
+        stored, pair = self._weights.read(self._stored[name]), self._factors.get(name)
+        if pair is None:
+            return stored
+        a, b = (self._weights.read(pair[side]) for side in "AB")
+        return Change(a, b, self._scale).applied(stored)
 
 
 def _unwrapped(name: str) -> str:

@@ -20,6 +20,7 @@ from vla_accel.checkpoints.lerobot import (
     read_settings,
     required,
 )
+from vla_accel.checkpoints.lora import MergedWeights
 from vla_accel.checkpoints.settings import Setting, check
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
@@ -80,6 +81,7 @@ def load_folder(
     content = read_json(path)
     if saved := is_lerobot_config(content):
         content = read_settings(path, (MODEL_TYPE,))
+        weights = merged(content, weights, path)
         base, config = authors_folder(content, path, settings)
         tokenizer = load_line_tokenizer(base, None, str(base))
         config, robot, fields = lerobot_robot(folder, content, weights, config, settings)
@@ -88,7 +90,8 @@ def load_folder(
         base = folder
         config, robot, fields = published_robot(folder, config, settings)
     prompt = _with_tokens(fields["prompt"], tokenizer, base, config)
-    config = _laid_out(config, prompt, tokenizer, base, len(robot.preset.images))
+    whole = saved and sees_whole_prompt(content)
+    config = _laid_out(config, prompt, tokenizer, base, len(robot.preset.images), whole=whole)
     config = resized(config, settings)
     processor = processor_of(
         MolmoProcessor, config, robot, tokenizer, settings, discrete_state=True,
@@ -105,6 +108,20 @@ def authors_folder(
     hint = ", or name the folder of the model that it was trained from as checkpoint.tokenizer"
     base = files_from_hub(source, _FILES, hint)
     return base, read_model(base)
+
+
+def merged(content: Mapping[str, Any], weights: Weights, path: Path) -> Weights:
+    """Return the weights of lerobot's policy, with the adapter merged that its config.json names."""
+    if content.get("train_mode_vlm") != "lora" and not content.get("enable_lora_vlm"):
+        return weights
+    rank, alpha = (size_of(content, name, path) for name in ("lora_rank", "lora_alpha"))
+    return MergedWeights(weights, "model.", rank, alpha, path)
+
+
+def sees_whole_prompt(content: Mapping[str, Any]) -> bool:
+    """Return whether the expert sees every token of a prompt, by lerobot's config.json: lerobot's main branch, unlike
+    0.6.1, hides tokens from the expert of "both" alone."""
+    return "train_mode_vlm" in content and content.get("action_mode") == "continuous"
 
 
 def load_network(weights: Weights, config: MolmoAct2Config, where: str, start: str) -> MolmoAct2:
@@ -287,12 +304,13 @@ def _with_tokens(prompt: MolmoPrompt, tokenizer: Tokenizer, base: Path, config: 
 
 
 def _laid_out(
-    config: MolmoAct2Config, prompt: MolmoPrompt, tokenizer: Tokenizer, base: Path, views: int
-) -> MolmoAct2Config:  # fmt: skip
-    """Return the config with where the images of a prompt are, and which tokens the expert does not see."""
+    config: MolmoAct2Config, prompt: MolmoPrompt, tokenizer: Tokenizer, base: Path, views: int, *, whole: bool
+) -> MolmoAct2Config:
+    """Return the config with where the images of a prompt are, and which tokens the expert does not see: none if it
+    sees the `whole` prompt."""
     edge, between = prompt.layout(tokenizer)
     content = read_json(base / "config.json")
-    eos = content.get("eos_token_id") if content.get("action_mode") == "both" else None
+    eos = content.get("eos_token_id") if content.get("action_mode") == "both" and not whole else None
     if eos is not None and type(eos) is not int:
         raise CheckpointError(f"{base / 'config.json'}: eos_token_id: expected a token, got {eos!r:.60}")
     ids = prompt.tokens(tokenizer, prompt.text("do it", np.zeros(1), views), views)

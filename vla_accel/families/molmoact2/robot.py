@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel.checkpoints.lerobot import Processors, denoising_steps, features, read_processors, required
-from vla_accel.checkpoints.lerobot_settings import ACTION_FRAME, PACK, STATE_FRAME
+from vla_accel.checkpoints.lerobot_settings import ACTION_FRAME, CLAMP_STATE, PACK, STATE_FRAME
 from vla_accel.checkpoints.lerobot_statistics import STATE
 from vla_accel.checkpoints.weights import Weights, read_json, size_of
 from vla_accel.config import PolicyConfig
@@ -58,6 +58,7 @@ def lerobot_robot(
         raise CheckpointError(
             f"{path}: normalization_mapping: VISUAL: expected IDENTITY, as lerobot's MolmoAct2 has it"
         )
+    _check_masks(saved, where)
     horizon = size_of(content, "chunk_size", path)
     if pack.get("chunk_size") != horizon:
         raise CheckpointError(f"{where}: chunk_size: expected config.json's {horizon}, got {pack.get('chunk_size')}")
@@ -87,6 +88,17 @@ def _real(pack: Mapping[str, Any], config: MolmoAct2Config, saved: Processors, w
     if real != expected or real > config.action_dim:
         raise CheckpointError(f"{where}: env_action_dim: expected {expected}, at most {config.action_dim}, got {real}")
     return real
+
+
+def _check_masks(saved: Processors, where: Path) -> None:
+    """Releases before the main branch do not save the masks of the step that clamps the state."""
+    masks = saved.before[CLAMP_STATE].get("normalization_masks") or {}
+    scaled = [at not in saved.state.unscaled for at in range(saved.preset.state_dim)]
+    if not isinstance(masks, dict) or masks.get(STATE, scaled) != scaled:
+        got = masks.get(STATE) if isinstance(masks, dict) else masks
+        raise CheckpointError(
+            f"{where}: normalization_masks: expected the statistics' mask of the state, {scaled}, got {got!r:.200}"
+        )
 
 
 def _longest(config: MolmoAct2Config, preset: Preset, stated: object, where: Path) -> int:

@@ -45,8 +45,9 @@ def load_folder(folder: Path, settings: PolicyConfig, weights: Weights | None = 
         config = dataclasses.replace(config, tied=False)
     hub = saved.tokenizer or content.get("text_tokenizer_name") or PALIGEMMA_HUB
     tokenizer = load_tokenizer(described, overrides.tokenizer, elsewhere=True, hub=hub)
+    fast = required(content, "action_tokenizer_name", str, path)
     detokeniser = Detokeniser.of(
-        load_fast(described, overrides.action_tokenizer, required(content, "action_tokenizer_name", str, path)),
+        load_fast((described / "fast", saved.action_tokenizer), overrides.action_tokenizer, fast),
         tokenizer,
         required(content, "fast_skip_tokens", int, path),
         config.action_horizon,

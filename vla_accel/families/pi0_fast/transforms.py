@@ -76,13 +76,12 @@ def _size(content: dict[str, Any], name: str) -> int | None:
     return value
 
 
-def load_fast(folder: Path, source: str | None, hub: str) -> FastTokenizer:
-    """The FAST of a checkpoint folder: of `source`, a folder or a hub name, or of the checkpoint's own folder `fast`,
+def load_fast(own: Sequence[Path | None], source: str | None, hub: str) -> FastTokenizer:
+    """The FAST of a checkpoint: of `source`, a folder or a hub name, or of the first of its `own` folders that exists,
     or of the hub's `hub`. Raises CheckpointError if there is none."""
-    place = folder / "fast" if source is None else user_path(source)
-    if not place.is_dir():
-        place = files_from_hub(source or hub, FILES, _HINT)
-    return FastTokenizer.load(place)
+    places = own if source is None else [user_path(source)]
+    found = next((place for place in places if place is not None and place.is_dir()), None)
+    return FastTokenizer.load(found or files_from_hub(source or hub, FILES, _HINT))
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from vla_accel.checkpoints.stacks import Shapes, layer_of, shapes_by_name
 from vla_accel.checkpoints.weights import Piece, SafetensorsWeights, read_json, size_of
 from vla_accel.config import PolicyConfig
 from vla_accel.errors import CheckpointError, ConfigError, unknown
-from vla_accel.families.overrides import check_vocabulary, resized, robot_of, transforms_of
+from vla_accel.families.overrides import check_vocabulary, resized, transforms_of
 from vla_accel.families.qwen import TOKENIZER
 from vla_accel.families.starvla.network import OftConfig, QwenOft
 from vla_accel.families.starvla.robots import MIXES, Robot, Scaling
-from vla_accel.families.vla_jepa.checkpoint import StoredNames
+from vla_accel.families.vla_jepa.checkpoint import StoredNames, trained_robot
 from vla_accel.families.vla_jepa.network import Size, VlaJepa, VlaJepaConfig
 from vla_accel.families.vla_jepa.transforms import Gripper, VlaJepaProcessor
 from vla_accel.nn.dit import DitConfig
@@ -80,9 +80,9 @@ def load_folder(framework: str, folder: Path, settings: PolicyConfig) -> tuple[V
         state = _scaling(statistics, "state", robot.state, robot.preset.state_dim, folder)
     gripper = Gripper(robot.preset.action_dim - 1, 0.5)
     actions = _scaling(statistics, "action", robot.actions, robot.preset.action_dim, folder)
+    scaled = Processors(trained_robot(robot.preset, settings), state, actions)
     processor = transforms_of(
-        VlaJepaProcessor, config, Processors(robot_of(robot.preset, settings), state, actions), tokenizer, settings,
-        config=config, template=template, condition=condition,
+        VlaJepaProcessor, config, scaled, tokenizer, settings, config=config, template=template, condition=condition,
         clip_state=1.0 if robot.state == "q99" and config.head.state else None,
         binary_state=robot.preset.state_dim - 1 if robot.binary else None,
         snap=gripper if robot.binary else None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from vla_accel.checkpoints.checkpoint import compare_sizes, fitted
 from vla_accel.checkpoints.lerobot import Processors, buffers, denoising_steps, read_processors, read_settings, required
-from vla_accel.checkpoints.lerobot_settings import BINARIZE, CLIP, SNAP
+from vla_accel.checkpoints.lerobot_settings import BEFORE, BINARIZE, CLIP, PREPARE, SNAP
 from vla_accel.checkpoints.qwen import (
     TRANSFORMER,
     language_config,
@@ -29,6 +29,7 @@ from vla_accel.families.vla_jepa.transforms import Gripper, VlaJepaProcessor
 from vla_accel.nn.dit import DitConfig
 from vla_accel.nn.qwen_language import QwenConfig
 from vla_accel.nn.qwen_vision import QwenVisionConfig
+from vla_accel.transforms.robots import Preset
 from vla_accel.transforms.tokenizer import LineTokenizer, Tokenizer, load_line_tokenizer
 
 
@@ -116,6 +117,7 @@ NAMES = StoredNames("model.qwen.model.", "model.action_model.")
 SIGNS = (NAMES.action + "future_tokens.weight", NAMES.vision + "pos_embed.weight")
 """Two tensors that no other model has."""
 _WORLD_MODEL = ("model.video_encoder.", "model.video_predictor.")
+_PATCHES = "model.video_encoder.encoder.embeddings.patch_embeddings.proj.weight"
 _PROJECTIONS = {
     "state_in": "state_encoder.layer1", "state_out": "state_encoder.layer2", "action_in": "action_encoder.layer1",
     "action_mix": "action_encoder.layer2", "action_out": "action_encoder.layer3", "decode_in": "action_decoder.layer1",
@@ -136,19 +138,28 @@ def load_folder(
     if any(camera.kind != "identity" for camera in saved.cameras):
         raise CheckpointError(f"{path}: normalization_mapping: VISUAL: expected IDENTITY, as lerobot's VLA-JEPA has it")
     config = resized(read_sizes(weights.shapes, content, path), settings)
+    _check_image_size(saved, content, path)
     tokenizer = load_line_tokenizer(folder, settings.checkpoint.tokenizer, TOKENIZER)
-    template, condition = _prompt(tokenizer, config, content, path)
+    template, condition = _prompt(tokenizer, config, content, _tubelet(weights.shapes, content, path), path)
     check_vocabulary(tokenizer, config.language.vocab_size, settings)
     processor = transforms_of(
-        VlaJepaProcessor, config, replace(saved, preset=robot_of(saved.preset, settings)), tokenizer, settings,
+        VlaJepaProcessor, config, replace(saved, preset=trained_robot(saved.preset, settings)), tokenizer, settings,
         config=config, template=template, condition=condition, clipped=CLIP in saved.after,
-        snap=_gripper(saved, SNAP, path), binarize=_gripper(saved, BINARIZE, path),
+        snap=_gripper(saved, SNAP, content, path), binarize=_gripper(saved, BINARIZE, content, path),
     )  # fmt: skip
     model = VlaJepa.empty(config)
     recipe = {name: NAMES.pieces(name, config) for name in model.state_dict()}
     recipe["embed.weight"] = (Piece(NAMES.table(weights.shapes)),)
     dead = [*NAMES.dead, *(n for n in weights.shapes if n.startswith(_WORLD_MODEL)), *buffers(weights.shapes)]
     return fitted(model, weights, recipe, str(folder), "VLA-JEPA", dead), processor
+
+
+def trained_robot(saved: Preset, settings: PolicyConfig) -> Preset:
+    """Return `overrides.robot_of`. Raises ConfigError also for relative actions that the folder does not have."""
+    preset = robot_of(saved, settings)
+    if (got := preset.delta_actions) != (expected := saved.delta_actions):
+        raise ConfigError(f"preset.delta_actions: expected {[*expected]}, as the checkpoint was trained, got {[*got]}")
+    return preset
 
 
 def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path) -> VlaJepaConfig:
@@ -197,28 +208,52 @@ def _image_size(content: Mapping[str, Any], path: Path) -> Size | None:
     return height, width
 
 
-def _gripper(saved: Processors, step: str, path: Path) -> Gripper | None:
-    """Return the settings of a step, None if it is not there. lerobot saves none of them and loads the usual ones."""
+def _check_image_size(saved: Processors, content: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError if the step that prepares images, which lerobot's main branch saves, has another size."""
+    size, expected = saved.before.get(PREPARE, {}).get("resize_to"), content.get("resize_images_to")
+    if size is not None and size != expected:
+        wanted = f"expected config.json's resize_images_to {expected}"
+        raise CheckpointError(f"{path.with_name(BEFORE)}: {PREPARE}: resize_to: {wanted}, got {size!r:.60}")
+
+
+def _gripper(saved: Processors, step: str, content: Mapping[str, Any], path: Path) -> Gripper | None:
+    """Return the settings of a step, None if it is not there.
+
+    lerobot 0.6.1 saves none and loads the usual ones, whatever config.json says.
+    """
     if step not in saved.after:
         return None
     settings = saved.after[step]
+    for field, name, usual in (("gripper_dim", "gripper_dim", 6), ("gripper_threshold", "threshold", 0.5)):
+        if name not in settings and content.get(field, usual) != usual:
+            raise CheckpointError(
+                f"{path}: {field}: expected {usual}, which lerobot loads as the saved {step} step has none, got "
+                f"{content[field]!r:.60}"
+            )
     dim, threshold = settings.get("gripper_dim", 6), settings.get("threshold", 0.5)
     if type(dim) is not int or dim < 0 or not isinstance(threshold, (int, float)):
         raise CheckpointError(f"{path.parent}: {step}: expected a dimension and a threshold, got {settings}")
     return Gripper(dim, float(threshold)) if dim < saved.preset.action_dim else None
 
 
-def _prompt(tokenizer: Tokenizer, config: VlaJepaConfig, content: Mapping[str, Any], path: Path) -> tuple[str, int]:
+def _tubelet(shapes: Shapes, content: Mapping[str, Any], path: Path) -> int:
+    """Return the video frames of one token: with the world model those of the video encoder's patches, as in lerobot,
+    otherwise the setting."""
+    if content.get("enable_world_model") and _PATCHES in shapes:
+        return shapes_by_name(shapes, "", str(path.parent))(_PATCHES, 5)[2]
+    return size_of(content, "jepa_tubelet_size", path)
+
+
+def _prompt(
+    tokenizer: Tokenizer, config: VlaJepaConfig, content: Mapping[str, Any], tubelet: int, path: Path
+) -> tuple[str, int]:
     """Return the prompt with `{instruction}`, and the token whose outputs are read. Adds the prompt's own tokens to the
     tokenizer, as lerobot does."""
     template, action, embodied = (
         required(content, name, str, path)
         for name in ("prompt_template", "special_action_token", "embodied_action_token")
     )
-    frames, tubelet, count = (
-        size_of(content, name, path)
-        for name in ("num_video_frames", "jepa_tubelet_size", "num_action_tokens_per_timestep")
-    )
+    frames, count = (size_of(content, name, path) for name in ("num_video_frames", "num_action_tokens_per_timestep"))
     if not isinstance(tokenizer, LineTokenizer):
         raise CheckpointError(f"tokenizer: expected Qwen3-VL's tokenizer.json, got {type(tokenizer).__name__}")
     try:

@@ -67,7 +67,7 @@ class VlaJepaProcessor(PromptTransforms):
             raise ConfigError(
                 f"state: expected at most the model's {self.config.state_dim} numbers, got {self.preset.state_dim}"
             )
-        for name in ("delta_actions", "flipped", "gripper_dims"):
+        for name in ("flipped", "gripper_dims"):
             if own := getattr(self.preset, name):
                 raise ConfigError(f"preset.{name}: expected none for this model, got {[*own]}")
 
@@ -114,6 +114,8 @@ class VlaJepaProcessor(PromptTransforms):
         if self.snap is not None:
             robot[:, self.snap.dim] = robot[:, self.snap.dim] >= self.snap.threshold
         robot = self.actions.restore(robot)
+        deltas = list(self.preset.delta_actions)
+        robot[:, deltas] += inputs.raw_state[deltas]
         if self.binarize is not None:
             robot[:, self.binarize.dim] = 1.0 - 2.0 * (robot[:, self.binarize.dim] > self.binarize.threshold)
         return robot
@@ -128,6 +130,8 @@ class VlaJepaProcessor(PromptTransforms):
             raise ObservationError(f"{name}: expected shape (k, {expected[0]}), k at least 1, got {expected[1]}")
         if self.binarize is not None:
             robot[:, self.binarize.dim] = robot[:, self.binarize.dim] < 0
+        deltas = list(self.preset.delta_actions)
+        robot[:, deltas] -= inputs.raw_state[deltas]
         return robot
 
     def _tokenized(self, prompt: str, images: int) -> np.ndarray:
