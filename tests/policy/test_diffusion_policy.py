@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from types import SimpleNamespace
@@ -223,10 +224,12 @@ def test_the_async_runner_sees_every_tick() -> None:
 
 def test_a_client_sends_the_history_and_a_server_keeps_none(caplog: pytest.LogCaptureFixture) -> None:
     from vla_accel.client import PolicyClient
-    from vla_accel.server import background
+    from vla_accel.server import ServerConfig, background
 
     spy = Spy()
-    with background(spy) as server, PolicyClient(server.address) as ours, PolicyClient(server.address) as other:
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(background(spy, ServerConfig(port=0))).address
+        ours, other = (stack.enter_context(PolicyClient(address)) for _ in range(2))
         ours.infer(frame(0))
         ours.observe(frame(1))
         ours.infer(frame(2))

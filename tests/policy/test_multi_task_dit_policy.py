@@ -195,14 +195,14 @@ def test_a_default_prompt_is_used(tmp_path: Path) -> None:
 
 def test_a_server_answers_as_the_policy(policy: OptimizedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     from vla_accel.client import PolicyClient
-    from vla_accel.server import background
+    from vla_accel.server import ServerConfig, background
 
     monkeypatch.setattr(type(policy.family), "draw", lambda self, noise, generator: noise.fill_(1.0))
     given = [observation(seed) for seed in (0, 3)]
     policy.reset()
     expected = [policy.infer(one)["actions"] for one in given]
     policy.reset()
-    with background(policy) as server, PolicyClient(server.address) as client:
+    with background(policy, ServerConfig(port=0)) as server, PolicyClient(server.address) as client:
         got = [client.infer(one)["actions"] for one in given]
     np.testing.assert_allclose(got, expected, atol=1e-5)
     assert np.abs(expected[0] - expected[1]).max() > 1e-3

@@ -161,7 +161,7 @@ def test_several_processes_are_refused(
 ) -> None:
     monkeypatch.setattr("vla_accel.cli.serve.serve", lambda *_: None)
     with pytest.raises(ConfigError, match="view"):
-        main(read(Serve, ["demo", "--view", f"rerun:{tmp_path}/a.rrd", "--devices", "all"], "serve"), [])
+        main(read(Serve, ["demo", "--view", f"rerun:{tmp_path}/a.rrd", "--devices", "all", "--port", "0"], "serve"), [])
     with pytest.raises(ConfigError, match="view"), ShownView() as view:
         PolicyServer(Replicas(lambda _: Policy(), ("cpu",)), view=view)
     with pytest.raises(ConfigError, match="view"):
