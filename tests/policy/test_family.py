@@ -176,6 +176,22 @@ def test_engines_are_built_ahead_for_its_components(folder: Path) -> None:
         ahead_of_time.jobs(load(folder), PolicyConfig(), [])
 
 
+@pytest.mark.parametrize("name", ["eager", "eager_fp32", "native"])
+def test_a_configuration_that_treats_all_components_alike_fits_it(folder: Path, name: str) -> None:
+    config = load_config(name)
+    assert config.specs(TOY.parts) == dict.fromkeys(TOY.parts, config.denoise)
+    extra = ("camera_encoder", "vision", "kv_cache", "denoise")
+    assert set(config.specs(extra).values()) == {config.denoise}, "no component is left to auto"
+    policy = OptimizedPolicy.from_pretrained(folder, name, device="cpu")
+    assert {spec.engine for spec in policy.specs.values()} == {config.denoise.engine}
+
+
+def test_components_are_those_of_parts_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(TOY), "parts", TOY.parts[::-1])
+    with pytest.raises(EngineError, match=r"toy: components: expected head, encoder \(`parts`\), got encoder, head"):
+        OptimizedPolicy.from_pretrained(folder, device="cpu").infer(observation())
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -228,6 +244,11 @@ def test_joints_that_cannot_be_are_refused(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(TOY, "components", two_results)
     with pytest.raises(EngineError, match="head: expected one output of the last component, got actions, more"):
         OptimizedPolicy.from_pretrained(folder, EAGER)
-    monkeypatch.setattr(TOY, "components", lambda *a, **k: (whole(*a, **k)[0], *whole(*a, **k)))
-    with pytest.raises(EngineError, match=r"encoder\.latents: an earlier component has an output of this name"):
+
+    def same_output(*a: Any, **k: Any) -> Any:
+        encoder, head = whole(*a, **k)
+        return encoder, replace(head, outputs=encoder.outputs)
+
+    monkeypatch.setattr(TOY, "components", same_output)
+    with pytest.raises(EngineError, match=r"head\.latents: an earlier component has an output of this name"):
         OptimizedPolicy.from_pretrained(folder, EAGER)

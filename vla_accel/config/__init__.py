@@ -312,7 +312,11 @@ class PolicyConfig(Checked):
         twice = sorted(given.keys() & self.engines.keys())
         if twice:
             raise ConfigError(f"engines.{twice[0]}: configured twice, as field and in engines")
-        # Shipped configurations fit every model: a component that it lacks may have the engine of one that it has.
+        # Shipped configurations fit every model. Equal fields configure the whole model, whatever its components are.
+        fields = [getattr(self, name) for name in _FIELDS]
+        if fields[0] != EngineSpec() and all(spec == fields[0] for spec in fields):
+            given = dict.fromkeys(parts, fields[0])
+        # A component that the model lacks may have the engine of one that it has.
         kept = {name: spec for name, spec in given.items() if name in parts or name in _INSTEAD.values()}
         given = {name: spec for name, spec in given.items() if name in kept or spec not in kept.values()}
         given |= self.engines
