@@ -41,7 +41,7 @@ def test_a_row_of_every_layout_is_copied(layout: str, rows: int) -> None:
 
 def test_a_row_of_another_type_or_shape_is_refused() -> None:
     for layout in LAYOUTS.values():
-        with pytest.raises(TypeError, match="Cannot cast"):
+        with pytest.raises(EngineError, match="images: expected dtype uint8, got float32"):
             fill("images", [np.zeros((HEIGHT, WIDTH, 3), np.uint8)], [layout().astype(np.float32)])
         with pytest.raises(EngineError, match="images: expected shape"):
             fill("images", [np.zeros((HEIGHT, WIDTH + 1, 3), np.uint8)], [layout()])

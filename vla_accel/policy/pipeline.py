@@ -98,6 +98,9 @@ class Pipeline:
         parts = plan.family.components(
             plan.model, shape, store=plan.store, scales=plan.scales, rtc=plan.config.rtc
         )  # fmt: skip
+        if (got := tuple(part.name for part in parts)) != plan.family.parts:
+            expected = f"{', '.join(plan.family.parts)} (`parts`)"
+            raise EngineError(f"{plan.family.name}: components: expected {expected}, got {', '.join(got)}")
         self.engines: list[tuple[str, Engine]] = []
         for part in parts:
             choice = plan.choices[part.name]

@@ -32,6 +32,8 @@ def fill(
     if len(rows) != len(slots):
         raise EngineError(f"{name}: expected {len(slots)} rows, got {len(rows)}")
     for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):
+        if row.dtype != slot.dtype:
+            raise EngineError(f"{name}: expected dtype {slot.dtype}, got {row.dtype}")
         if row.shape == slot.shape:
             _copy(slot, row)
         elif row.ndim == slot.ndim > 0 and row.shape[1:] == slot.shape[1:] and len(row) < len(slot):
