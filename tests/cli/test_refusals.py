@@ -30,7 +30,7 @@ REFUSED = [
     ("bench ./no/such/folder", "checkpoint: expected a folder or one of demo"),
     ("bench a.yaml", "checkpoint: expected a folder or a name, got a.yaml: type --config a.yaml"),
     ("bench demo --model pi05", "model: expected none with checkpoint demo, got pi05"),
-    ("bench demo --systems eager", "systems: expected none with checkpoint demo"),
+    ("bench demo --systems eager", "systems: expected none with checkpoint demo; use --config, got eager"),
     ("bench demo --views 2", "views: expected none with checkpoint demo"),
     ("bench demo --horizon 2", "horizon: expected none with checkpoint demo"),
     ("bench demo --realtime-vla .", "realtime_vla: expected none with checkpoint demo"),

@@ -218,7 +218,10 @@ def make_factory(options: Bench, device: str, ceilings: Any) -> Any:
 
     shared: dict[str, Any] = {"device": device, "ceilings": ceilings, "tokens": options.prompt_tokens}
     if options.checkpoint is not None:
-        for name in ("model", "systems", "views", "horizon", "realtime_vla"):
+        if options.systems:
+            got = ",".join(options.systems)
+            raise ConfigError(f"systems: expected none with checkpoint {options.checkpoint}; use --config, got {got}")
+        for name in ("model", "views", "horizon", "realtime_vla"):
             if value := getattr(options, name):
                 raise ConfigError(f"{name}: expected none with checkpoint {options.checkpoint}, got {value}")
         names = tuple(dict.fromkeys((*options.config, "eager")))
