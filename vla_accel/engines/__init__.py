@@ -1,4 +1,4 @@
-"""`build` makes the engine of a component; nothing else may fall back to another engine."""
+"""`build` makes the engine of a component. No other function falls back to another engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`auto` chooses a component's engine: the fastest one without loss on this machine, and why.
+"""Choose the engine of a component for `auto`: the fastest one on this machine that loses no accuracy.
 
 On a GPU of compute capability 8.0 or newer with triton that is the native engine in BF16, elsewhere eager. `auto` uses
 a lower precision only if a parity report shows that it agrees for exactly these weights (`Shown`).

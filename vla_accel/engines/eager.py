@@ -1,4 +1,4 @@
-"""The eager engine calls the module as it is. It runs anywhere; every other engine is judged against it."""
+"""The eager engine calls the module as it is. It runs anywhere and is the reference for every other engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The native engine runs a component's fused program; `graph.capture` records it into a CUDA graph.
 
-Without a GPU the same program runs the ops' torch references, for checking; the ledger says so.
+Without a GPU the same program runs the ops' torch references, for checking; the ledger records it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _NOT_CONTENT = ("targets", "cache", "cache_gb", "verify", "timing_cache")
 
 
 Built = tuple[Any, Mapping[str, Any]]
-"""A serialized engine, anything with a buffer, and what its description tells of the build (`description`)."""
+"""A serialized engine, anything with a buffer, and its description of the build (`description`)."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def content_key(component: Component, module: nn.Module, spec: EngineSpec, kind:
 
 
 def description(profiles: Any, operators: int, weight_bytes: int, seconds: Mapping[str, float]) -> dict[str, Any]:
-    """What every engine's description tells of its build; all operators of the graph are in the engine."""
+    """The part of every engine's description about its build; all operators of the graph are in the engine."""
     coverage = {"operators": operators, "in_engine": operators}
     return {"profiles": profiles, "coverage": coverage, "weight_bytes": weight_bytes, "seconds": dict(seconds)}
 
@@ -102,7 +102,8 @@ def find_or_build(
 ) -> Obtained:
     """Return the cached engine of `body`, a part of the component `owner`, or build and store it.
 
-    `identity` tells it from other engines of the library: "content" (`content_key`), "target", GPU, driver, versions.
+    `identity` distinguishes it from other engines of the library: "content" (`content_key`), "target", GPU, driver,
+    versions.
     """
     name = owner if body.name == owner else f"{owner}-{body.name}"
     store, key = cache_of(spec.tensorrt), cache.key_of({"library": library.title, **identity})

@@ -1,1 +1,1 @@
-"""The model families, a module each; `vla_accel.families.family.FAMILIES` lists them and says what a family is."""
+"""The model families, a folder each. `family.py` has their interface (`Family`) and their list (`FAMILIES`)."""

@@ -1,5 +1,5 @@
-"""`BenchCard`: what only benchmarks, `parity`, `calibrate` and ahead-of-time builds need of a family, from the `bench`
-module of its folder. Also dummy transforms for networks with random weights."""
+"""`BenchCard`: the part of a family for benchmarks, `parity`, `calibrate` and ahead-of-time builds, in its `bench.py`.
+Also dummy transforms for networks with random weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`Family`: a model as the policy, its pipeline and the loading of checkpoints see it; and the registry of families.
+"""`Family`, the interface between a model and policy, pipeline and checkpoint loading; and `FAMILIES`, the registry.
 
-What only measurements need of a model is its `BenchCard` (`vla_accel.families.bench`).
+Benchmarks and `parity` need a `BenchCard` in addition (`vla_accel.families.bench`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The common form of tile configs, and the choice of the fastest one.
 
-A tile config says how one kernel divides its work among programs. It is a frozen dataclass with a short `__str__` for
-the ledger, the methods of `TileConfig`, and a module-level function `candidates(gpu, sizes)`: the configs worth
+A tile config defines how one kernel divides its work among programs. It is a frozen dataclass with a short `__str__`
+for the ledger, the methods of `TileConfig`, and a module-level function `candidates(gpu, sizes)`: the configs worth
 measuring, all of which the GPU can run, the best estimate first. The first one is used where nothing is measured.
 
 This module is plain arithmetic but for `measure`, and imports no triton.

@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def path(where: Tensor | torch.device) -> Backend:
-    """Return the backend of an op on a tensor, as the current runtime says."""
+    """Return the backend of an op on a tensor in the current runtime."""
     return current(where).backend
 
 

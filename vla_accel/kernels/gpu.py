@@ -1,4 +1,4 @@
-"""The properties of a GPU that kernels are chosen by. Only `Gpu.of` reads them from torch."""
+"""The properties of a GPU by which kernels are chosen. Only `Gpu.of` reads them from torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 PORTABLE_CLUSTER = 8
-"""Blocks of a cluster that every GPU with clusters can run. Some can run up to 16: the device says which."""
+"""Blocks of a cluster that every GPU with clusters can run. Some can run up to 16 (`Module.clusters_at_once`)."""
 PORTABLE_SHARED = 99 << 10
 """Bytes of shared memory that a block can have on every GPU from compute capability 8.0 on."""
 

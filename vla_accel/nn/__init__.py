@@ -1,1 +1,1 @@
-"""The networks, a module each, and what a model family is. They know no robots, checkpoints' dialects or engines."""
+"""The networks, in torch and in fused ops, independent of robots, checkpoint formats and engines."""

@@ -1,8 +1,9 @@
 """The diffusion transformer of GR00T, VLA-JEPA and starVLA: a flow of actions that reads the tokens of vision and
 language.
 
-Knows nothing about images or language but which tokens are which. Of the weights that a checkpoint has for every
-embodiment it has one embodiment's. Source of the mathematics: lerobot 0.6.1's port of Isaac-GR00T (both Apache-2.0).
+Its only input from vision and language is their tokens, and which are which. Of weights that a checkpoint stores for
+each embodiment, it holds those of one. Source of the mathematics: lerobot 0.6.1's port of Isaac-GR00T (both
+Apache-2.0).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The denoise component of a `DitNetwork`: keys and values of the blocks that look outside → denoise → actions."""
+"""The denoise component of a `DitNetwork`: noise and the keys and values of its cross-attention → actions."""
 
 from __future__ import annotations
 

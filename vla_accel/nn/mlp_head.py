@@ -1,4 +1,4 @@
-"""The head of OpenVLA-OFT and of starVLA's QwenOFT: an MLP that makes each action of the outputs at its tokens."""
+"""The head of OpenVLA-OFT and of starVLA's QwenOFT: an MLP that computes each action from the outputs at its tokens."""
 
 from __future__ import annotations
 

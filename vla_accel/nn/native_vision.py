@@ -1,7 +1,7 @@
 """SigLIP and the projector in fused ops: uint8 images to image tokens.
 
 Exact savings: the pixels' normalisation and every LayerNorm's weights are folded into the product that follows, q, k
-and v are one product, and an MLP width that the tensor cores dislike (4304) is padded once, at load.
+and v are one product, and an MLP width that is slow on tensor cores (4304) is padded once, at load.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Norm weights are folded into the next product (`nn.weights`). Where the kernels of both products can, a norm has no
 kernel of its own: the product before it adds to the residual and writes the moments of the new rows, and the product
 after it multiplies the rows as they are and norms its sums. Gate and up are one product with the activation inside.
-Products bring the weights of the product after the next one to the cache, while little else is read from memory. The
-text for the ledger tells which fusions run.
+Products prefetch the weights of the product after the next one to the L2 cache. The ledger's text lists the fusions.
 """
 
 from __future__ import annotations

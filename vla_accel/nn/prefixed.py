@@ -1,4 +1,4 @@
-"""Networks that read images and a prompt once, as a prefix that leaves keys and values."""
+"""Networks with a prefix: images and prompt become keys and values once a call, which every step attends to."""
 
 from __future__ import annotations
 

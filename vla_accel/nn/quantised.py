@@ -1,4 +1,4 @@
-"""Which products of a network with a prefix each component computes in FP8, in which engine. The ledger repeats it."""
+"""The products of a network with a prefix that run in FP8, by component and engine; for the ledger, too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Qwen's language model, or its first layers: Qwen3-VL's, the plain one of Eagle, or Qwen2.5's.
 
-Knows nothing about images but where their tokens are. Of Qwen3-VL, rotary positions have three axes, and what vision's
-deepstack left is added at image tokens after the first layers. Source of the mathematics: transformers 5.5.4.
+Of images, it needs only the positions of their tokens. Qwen3-VL's rotary positions have three axes, and its deepstack
+features of vision are added at image tokens after the first layers. Source of the mathematics: transformers 5.5.4.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Qwen3-VL's vision tower: images to image tokens, and to what the first language layers add.
+"""Qwen3-VL's vision tower: images to image tokens, and to deepstack features that the first language layers add.
 
-Knows nothing about language or robots. Source of the mathematics: Qwen3-VL in transformers 5.5.4 (Apache-2.0).
+Source of the mathematics: Qwen3-VL in transformers 5.5.4 (Apache-2.0).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Real-time chunking: guide a flow towards actions that the robot will have executed before the new chunk is ready.
 
-Pure functions over a velocity, in the model's time: t = 1 is noise, t = 0 is actions. Knows nothing about π0, robots
-or units; the previous chunk must be in the model's own (normalised, padded) actions.
+Pure functions over a velocity of any flow model, in the model's time: t = 1 is noise, t = 0 is actions. The previous
+chunk must be in the model's own (normalised, padded) actions.
 
 At each step the flow's guess of the clean actions is x̂ = x − t·v(x, t). The velocity is corrected by
 −w(t)·Jᵀ[W·(Y − x̂)], with Y the previous chunk, W in [0, 1] how much each of its actions counts (`prefix_weights`),
@@ -36,8 +36,8 @@ def chunk_weights(config: RtcConfig, delay: int, previous: int, horizon: int) ->
 def prefix_weights(delay: int, end: int, horizon: int, schedule: GuidanceSchedule) -> Tensor:
     """How much each action of the previous chunk counts, (horizon,) float32.
 
-    1 for the first `delay` actions (they will be executed whatever the new chunk says), 0 from `end` on, and between
-    them: "zeros" nothing, "ones" all, "linear" falling evenly, "exp" falling faster. `delay` is cut to `end`.
+    1 for the first `delay` actions (they will be executed whatever the new chunk is), 0 from `end` on, and between
+    them 0 ("zeros"), 1 ("ones"), or falling linearly ("linear") or faster ("exp"). `delay` is at most `end`.
     """
     if delay < 0 or end < 0:
         raise ConfigError(f"rtc: expected delay and end of 0 or more, got {delay} and {end}")

@@ -1,4 +1,4 @@
-"""The transformer blocks of Wan 2.2 as FastWAM has them: rows of video are a prefix, which an expert of actions reads.
+"""The transformer blocks of FastWAM's Wan 2.2: rows of video are a prefix, to whose keys the action expert attends.
 
 Heads rotate pairs of halves (`kernels.reference.apply_rope`): checkpoints store interleaved pairs, and the rows of
 their query and key products are put in order when they are read (`checkpoints.weights.Piece.pairs`). No sum changes.
@@ -123,7 +123,7 @@ class WanStack(nn.Module):
 
 def rope_tables(positions: Tensor, head_dim: int) -> Rope:
     """cos and sin (T, 1, d / 2) float32 of rows at `positions` (T, axes): the head is divided among the axes, all but
-    the first of which get a third of it, cut to even. Angles are formed in float64."""
+    the first of which get a third of it, rounded down to even. Angles are formed in float64."""
     axes = positions.shape[1]
     part = head_dim // 6 * 2
     sizes = (head_dim - (axes - 1) * part, *(part,) * (axes - 1))

@@ -132,7 +132,7 @@ def block_weights(
     model: Network, name: str, block: Block, precision: Precision, *, paired: bool = True,
     shared: BlockWeights | None = None,
 ) -> BlockWeights:  # fmt: skip
-    """Prepare the block `name`. An MLP width that the tensor cores dislike (4304) is padded.
+    """Prepare the block `name`. An MLP width that is slow on tensor cores (4304) is padded.
 
     `shared`: products of the same block, which are used here if they are stored in the same way.
     """

@@ -1,6 +1,6 @@
 """GR00T N1.7, N1.6 and N1.5 at any size: one definition for inference and for training.
 
-Knows nothing about robots, prompts or engines. Same mathematics as lerobot's and Isaac-GR00T's, with the exact savings
+Same mathematics as lerobot's and Isaac-GR00T's, with the exact savings
 applied: q, k, v and gate, up are single products; padding and missing views are dropped before anything is
 computed; layers whose output nothing reads are not there; what depends on the observation or on the step alone is
 computed once for all steps.

@@ -4,7 +4,7 @@ A token of the language model stands for one of FAST's; FAST's tokens are text b
 a rounded coefficient of a discrete cosine transform over time (Pertsch et al. 2025, "FAST: Efficient Action
 Tokenization"). The format is that of `physical-intelligence/fast` on the hub: `tokenizer.json`, and
 `processor_config.json` with what the text means. Decodes as lerobot's `pi0_fast` does (Hugging Face, Apache-2.0), but
-refuses what lerobot fills up. Knows nothing of models or robots.
+refuses, unless it is `relaxed`, chunks that lerobot would fill with zeros.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ class SmolVla(FlowNetwork):
         tokens + L + 1.
 
         Args: image_tokens (B, I, width); tokens (B, L) int64; state (B, state_dim); lengths (B,): real tokens of each
-        row, the state included, None = all. The state comes after the last real token of the prompt, and what is behind
-        it stands for nothing. Images and prompt see each other, the state sees all.
+        row, the state included, None = all. The state comes after the last real token of the prompt; rows
+        behind it are masked. Images and prompt attend to each other, the state attends to all.
         """
         keys, values, _ = self.prefix.run(*self.prefix_rows(image_tokens, tokens, state, lengths))
         return self.expert.projected(keys, values)

@@ -87,7 +87,7 @@ def choose_fastest(
         try:
             calls[backend] = trial(backend)
         except (DependencyError, EngineError) as error:
-            # A backend that cannot run is not measured, and the ledger says why.
+            # A backend that cannot run is not measured; the ledger has the reason.
             rejected[backend] = str(error)
     found = remembered(what, calls, runtime, repeats=CALLS) if what else fastest(calls, runtime, repeats=CALLS)
     text = [f"{backend} {ms * 1e3:.1f} µs" for backend, ms in found.times.items()] or ["nothing is measured on a CPU"]

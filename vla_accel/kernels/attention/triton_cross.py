@@ -1,7 +1,7 @@
-"""Queries of a suffix and their attention to a prefix's keys in one kernel: what a layer needs that only crosses.
+"""Queries of a suffix and their attention to a prefix's keys in one kernel, for layers with cross-attention only.
 
-A program owns a head and a tile of rows. It makes its queries as the pipelined products do (`kernels.pipelined`),
-rotates them in registers, and reads the keys once; nothing of it passes through memory.
+A program owns a head and a tile of rows. It computes its queries as `gemm.triton_pipelined` does, rotates them in
+registers, and reads the keys once. Queries and scores never go through global memory.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Convolutions over short sequences as products of gathered rows, and what lies between them."""
+"""Convolutions over short sequences as GEMMs of im2col rows, and the ops between them."""

@@ -1,9 +1,9 @@
-"""What lies between the products of denoising networks: norms that gather rows for the next products, adaptive norms of
+"""Ops between the products of denoising networks: norms that write im2col rows for the next products, adaptive norms of
 each observation, and scheduler steps.
 
-A convolution over a sequence is a product of rows that hold its taps one after the other. The pass before it writes
-each value to all these places (`Target`), so that the product reads plain rows. Places beyond the ends of a sequence
-are never written: buffers start as zeros.
+A convolution over a sequence is a product of im2col rows, which hold its taps one after the other. The op before it
+writes each value to every row that reads it (`Target`). The padding of a sequence is never written: buffers start as
+zeros.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The kernels of `vla_accel.kernels.conv1d.ops`: a program computes one group of channels of one sequence, or one row,
-which stays in registers between its sums and its places."""
+which stays in registers from its sums until it is stored."""
 
 from __future__ import annotations
 

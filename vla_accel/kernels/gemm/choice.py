@@ -1,8 +1,8 @@
 """Which kernel runs a product of many rows: the Hopper GEMM or cuBLAS, measured while a program is built.
 
 Candidates are cuBLAS and the config of the table, or, without one, those of the search. Each call reads other weights,
-as a program's layers do, and the Hopper GEMM fetches the next call's ahead. Nothing is measured during graph capture or
-in a deterministic runtime; then, and for products that no program has measured, the table decides.
+as a program's layers do, and the Hopper GEMM prefetches those of the next call. Nothing is measured during graph
+capture or in a deterministic runtime; then, and for products that no program has measured, the table decides.
 
 cuBLAS cannot norm its input or add to the residual. Whether a norm runs inside the products around it is decided by
 both together, because it saves a kernel between them. The table's configs were timed in such chains.

@@ -1,4 +1,4 @@
-"""What a product does besides multiplying: the norm of its rows before, and the epilogue of its sums after.
+"""The norm of the rows before a product, and the epilogue of its sums after.
 
 B sequences of T tokens make the R rows of a suffix.
 """

@@ -1,4 +1,4 @@
-"""What surrounds a product of cuBLAS: the norm, the rotation, the gates and the moments, of sums that lie in memory.
+"""The ops around a product of cuBLAS: norm, rotation, gates and moments, on sums in global memory.
 
 Every kernel lets the next one start at once: it reads only constants before it has waited for the product.
 """

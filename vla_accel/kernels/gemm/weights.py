@@ -13,7 +13,7 @@ from vla_accel.fp8 import E4M3, INT8, Format
 _ROWS = 2048
 """Rows of a weight that are cast at a time: copies of all of a large one would take more memory than a layer."""
 _AHEAD = 16 << 20
-"""Bytes of a weight that is fetched ahead, at most: caches that hold such weights have several times as many."""
+"""Bytes of a weight that is prefetched, at most: L2 caches are several times as large."""
 
 
 @dataclass(frozen=True)

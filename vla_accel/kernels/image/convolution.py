@@ -1,7 +1,7 @@
 """Convolutions with what follows them in one kernel: `convolve`, and `convolve_pixels` for the stem of a ResNet.
 
-Images as in `vla_accel.kernels.image.ops`. A convolution runs as the library's, with a pass behind it, or in Triton as
-one product whose rows are gathered while it runs; which is faster depends on the size, so programs measure both.
+Images as in `vla_accel.kernels.image.ops`. A convolution runs in cuDNN with an op after it, or in Triton as an implicit
+GEMM with the op inside; which is faster depends on the size, so programs measure both.
 """
 
 from __future__ import annotations

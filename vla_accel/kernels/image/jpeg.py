@@ -1,5 +1,6 @@
-"""What JPEG of quality 95 does to an image, in the integers of libjpeg as TensorFlow runs it: encoded with the accurate
-transform and chroma of half the size, decoded with the fast one and smooth chroma. Nothing is compressed.
+"""The changes that JPEG of quality 95 makes to an image, in the integer arithmetic of libjpeg as TensorFlow runs it:
+encoded with the accurate transform and chroma of half the size, decoded with the fast one and smooth chroma. No bytes
+are written.
 
 Source of the arithmetic: libjpeg-turbo 2 (IJG and BSD licences).
 """

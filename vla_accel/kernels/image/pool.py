@@ -1,4 +1,4 @@
-"""The maximum of a ResNet's stem, with the shift and the activation after it, in one kernel: `max_pool`."""
+"""Max pooling in a ResNet's stem, with the shift and the activation after it, in one kernel: `max_pool`."""
 
 from __future__ import annotations
 

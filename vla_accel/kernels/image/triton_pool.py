@@ -1,4 +1,4 @@
-"""The maximum of a ResNet's stem in Triton: a program for some pixels of the result, with all their channels."""
+"""Max pooling in a ResNet's stem in Triton: a program for some pixels of the result, with all their channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step of a flow between two evaluations: the velocity is integrated, and the next evaluation gets its input.
+"""One integration step of a flow: from the velocity of one evaluation to the input of the next.
 
 Conventions as in `vla_accel.kernels.rows.rows`. B sequences of T tokens, of which the last H are actions of A numbers;
 W: the width of the rows.

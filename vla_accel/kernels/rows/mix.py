@@ -1,4 +1,4 @@
-"""The step of a network that predicts actions: its rows become actions, and these, mixed with noise, its next rows.
+"""One step of a network that predicts actions: its rows become actions; mixed with noise, these become its next rows.
 
 Conventions as in `vla_accel.kernels.rows.rows`. B sequences of T rows of W numbers; the first H rows are actions of A
 numbers, the others do not depend on the step.
