@@ -290,19 +290,19 @@ def test_a_gated_residual_and_its_moments(
 
 
 @pytest.mark.parametrize("tile", [TILES[1], TILES[7], TILES[10]])
-def test_a_later_products_weights_are_fetched_ahead(tile: HopperTile, multiply: Multiply) -> None:
+def test_a_later_products_weights_are_prefetched(tile: HopperTile, multiply: Multiply) -> None:
     """No byte beyond them, and with a norm by a warp that also loads the norms."""
     rows, n, k = 101, 192, 192
     x, weights, out = drawn(rows, k).bfloat16(), scaled(BF16, n, k, bias=True), buffer(rows, n, BF16)[0]
     want = torch.empty(rows, n)
     gemm(x.float(), wide(weights), want)
-    ahead = drawn(3, 4744).bfloat16()
-    multiply(x, weights, out, tile, Epilogue(ahead=ahead))
+    later = drawn(3, 4744).bfloat16()
+    multiply(x, weights, out, tile, Epilogue(prefetch=later))
     is_close(out, want, BF16)
     if not tile.persistent:
         normed = F.rms_norm(x.float(), (k,), eps=1e-6)
         gemm(normed, wide(weights), want)
-        multiply(x, weights, out, tile, Epilogue(ahead=ahead), Norm(1e-6, moments_of(x, None, 64)))
+        multiply(x, weights, out, tile, Epilogue(prefetch=later), Norm(1e-6, moments_of(x, None, 64)))
         is_close(out, want, BF16)
 
 

@@ -199,8 +199,8 @@ def check_variants(gpu: Gpu, sizes: GemmSizes, config: TritonConfig, found: list
     assert found[0] == config and len(found) == len({str(other) for other in found})
     assert all(other.why_not(gpu, sizes) is None for other in found)
     if not isinstance(config, Pipelined):
-        ahead = isinstance(config, Skinny) and gpu.dependent_launch
-        assert found == [config, *([dataclasses.replace(config, ahead=True)] if ahead else [])]
+        releases = isinstance(config, Skinny) and gpu.dependent_launch
+        assert found == [config, *([dataclasses.replace(config, releases=True)] if releases else [])]
         return
     assert {(o.rows, o.columns, o.split) for o in found} == {(config.rows, config.columns, config.split)}
     assert gpu.dependent_launch == any(other.prefetch for other in found)

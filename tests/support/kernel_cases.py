@@ -515,7 +515,7 @@ def _smolvla_cases() -> Iterator[tuple[str, Callable[[Draw], Call]]]:
         for weights in ("", "fp8", "int8"):
             yield f"cross_attention {shape} {weights or 'plain'}", _cross_attention(*shape, weights)
         yield f"cross_attention {shape} moments", _cross_attention(*shape, moments=32)
-    # More keys than are fetched ahead.
+    # More keys than are prefetched.
     yield "cross_attention 300 keys", _cross_attention(18, 300, 40, 2, 1, 16, [290], moments=16)
     for config, weights in ((CrossTile(16, 128, 2, 16), ""), (CrossTile(32, 16, 3, 64), "int8")):
         yield f"cross_attention {config}", _cross_attention(40, 50, 136, 3, 1, 16, [50, 17], weights, 8, config)

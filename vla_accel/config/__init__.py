@@ -315,7 +315,7 @@ class PolicyConfig(Checked):
         # Shipped configurations fit every model. Equal fields configure the whole model, whatever its components are.
         fields = [getattr(self, name) for name in _FIELDS]
         if fields[0] != EngineSpec() and all(spec == fields[0] for spec in fields):
-            given = dict.fromkeys(parts, fields[0])
+            given = {part: fields[0] for part in parts}
         # A component that the model lacks may have the engine of one that it has.
         kept = {name: spec for name, spec in given.items() if name in parts or name in _INSTEAD.values()}
         given = {name: spec for name, spec in given.items() if name in kept or spec not in kept.values()}

@@ -122,12 +122,12 @@ def wait_for_previous(PDL: constexpr):
 
 
 @triton.jit
-def fetch_ahead(rows_ptr, elements, AHEAD: constexpr, PDL: constexpr):
+def prefetch_rows(rows_ptr, elements, PREFETCH: constexpr, PDL: constexpr):
     """Prefetch rows of a weight into the L2 cache before the wait, while the previous kernel still computes.
 
     `rows_ptr`: (N,) pointers, aligned to 16 bytes; `elements`: int32, of each row, a multiple of 16 bytes. Only a
     dependent launch has time to prefetch; like those, bulk prefetch needs Hopper or newer."""
-    if AHEAD and PDL:
+    if PREFETCH and PDL:
         size = elements * (rows_ptr.dtype.element_ty.primitive_bitwidth // 8)
         at = rows_ptr.to(tl.int64)
         # Every thread runs this, and rows repeat where there are more threads: one for each row is enough.
@@ -146,6 +146,6 @@ def let_next_start(PDL: constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def can_fetch_ahead(weight: Tensor) -> bool:
-    """Return whether the rows of a contiguous weight start at multiples of 16 bytes, as `fetch_ahead` requires."""
+def can_prefetch(weight: Tensor) -> bool:
+    """Return whether the rows of a contiguous weight start at multiples of 16 bytes, as `prefetch_rows` requires."""
     return weight.shape[1] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0

@@ -101,13 +101,13 @@ class NativeBart:
     def _run(self) -> None:
         self._norm(self.positions, self.weights.norm)
         for layer, following in zip_longest(self.weights.layers, self.weights.layers[1:]):
-            gemm(self.x, layer.qkv, self.qkv, Epilogue(ahead=layer.up.ahead))
+            gemm(self.x, layer.qkv, self.qkv, Epilogue(prefetch=layer.up.prefetchable))
             rows = self.batch, len(self.weights.positions)
             q, k, v = self.qkv.view(*rows, 3, self.config.heads, -1).unbind(2)
             attend(self.attention.backend, q, k, v, self.context.view(*rows, -1), None, tile=self.attention.tile)
-            gemm(self.context, layer.out, self.y, Epilogue(ahead=layer.down.ahead))
+            gemm(self.context, layer.out, self.y, Epilogue(prefetch=layer.down.prefetchable))
             self._norm(self.y, layer.norms[0])
-            up = Epilogue(activation=Activation.GELU_ERF, ahead=following and following.qkv.ahead)
+            up = Epilogue(activation=Activation.GELU_ERF, prefetch=following and following.qkv.prefetchable)
             gemm(self.x, layer.up, self.hidden, up, workspace=(self.hidden,))
             gemm(self.hidden, layer.down, self.y)
             self._norm(self.y, layer.norms[1])

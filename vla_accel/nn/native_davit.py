@@ -155,20 +155,21 @@ class StageProgram:
 
     def _half(self, index: int, half: HalfWeights, following: HalfWeights | None) -> None:
         """Enqueue half of a block: attention by windows, an MLP, attention by channels, an MLP. `following`: the next
-        half, whose products are fetched ahead."""
+        half, whose products are prefetched."""
         depthwise_norm(self.x, half.conv, self.y, self.h, eps=_EPS)
         self.x, self.y = self.y, self.x
         rows, add = (tensor.view(self.rows, -1) for tensor in (self.x, self.h))
         hidden = self.hidden[: self.rows * len(half.first.weight)].view(self.rows, -1)
-        ahead = following and following.first.ahead
+        later = following and following.first.prefetchable
         if index % 2:
-            gemm(add, half.first, hidden, Epilogue(activation=Activation.GELU_ERF, ahead=ahead), workspace=(hidden,))
+            gemm(add, half.first, hidden, Epilogue(activation=Activation.GELU_ERF, prefetch=later), workspace=(hidden,))
             add = hidden
         else:
-            gemm(add, half.first, hidden, Epilogue(ahead=ahead))
+            gemm(add, half.first, hidden, Epilogue(prefetch=later))
             self._attend(hidden.view(self.images, -1, hidden.shape[1]), half.first, by_windows=index % 4 == 0)
         if tile := self.adding[index % 2]:
-            gemm(add, half.last, rows, Epilogue(residual=True, ahead=following and following.last.ahead), config=tile)
+            later = following and following.last.prefetchable
+            gemm(add, half.last, rows, Epilogue(residual=True, prefetch=later), config=tile)
         else:
             torch.addmm(rows, add, half.last.weight.t(), out=rows)
 

@@ -199,12 +199,12 @@ class StackPlan:
         return self.last
 
     def _qkv(self, index: int, weights: BlockWeights) -> None:
-        ahead = Epilogue(ahead=weights.up.ahead)
+        plain = Epilogue(prefetch=weights.up.prefetchable)
         if not self.attention_norm_inside or index in self.normed_outside:
-            return gemm(self.h, weights.qkv, self.qkv, ahead)
+            return gemm(self.h, weights.qkv, self.qkv, plain)
         # The first block's rows are normed already: their moments are those of normed rows.
         x, moments = (self.x, self.moments) if index else (self.h, self.normed)
-        gemm(x, weights.qkv, self.qkv, ahead, self._norm_inside(moments, weights.qkv))
+        gemm(x, weights.qkv, self.qkv, plain, self._norm_inside(moments, weights.qkv))
 
     def _attend(
         self, index: int, weights: BlockWeights, lengths: Tensor | None, cache: Callable[[int], Pair] | None,
@@ -239,14 +239,14 @@ class StackPlan:
         product after the MLP."""
         active = Epilogue(
             activation=self.weights.block.activation, quantize=weights.down.inverse_scale,
-            ahead=None if following is None else following.ahead,
+            prefetch=None if following is None else following.prefetchable,
         )  # fmt: skip
-        ahead = weights.down.ahead
+        later = weights.down.prefetchable
         if self.mlp_norm_inside:
-            gemm(self.context, weights.out, self.x, Epilogue(residual=True, moments=self.moments, ahead=ahead))
+            gemm(self.context, weights.out, self.x, Epilogue(residual=True, moments=self.moments, prefetch=later))
             gemm(self.x, weights.up, self.active, active, self._norm_inside(self.moments, weights.up))
         else:
-            gemm(self.context, weights.out, self.y, Epilogue(ahead=ahead))
+            gemm(self.context, weights.out, self.y, Epilogue(prefetch=later))
             self._norm(self.x, self.y, self.h_mlp, weights.up)
             gemm(self.h_mlp, weights.up, self.active, active, workspace=(self.hidden,))
 

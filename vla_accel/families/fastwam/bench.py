@@ -106,7 +106,7 @@ class FastWamBench(BenchCard[FastWamConfig, FastWamInputs]):
 
 
 class _Lerobot:
-    """lerobot's `FastWAMPolicy` with random weights in BF16. Its prompt is encoded ahead."""
+    """lerobot's `FastWAMPolicy` with random weights in BF16. Its prompt is encoded in advance."""
 
     def __init__(self, ours: FastWamConfig, device: str) -> None:
         with importing("FastWAM"):

@@ -23,8 +23,8 @@ from vla_accel.kernels.gemm.triton_pipelined import normed_pair
 from vla_accel.kernels.gemm.weights import Linear
 from vla_accel.kernels.triton_common import (
     LOG2E,
-    can_fetch_ahead,
-    fetch_ahead,
+    can_prefetch,
+    prefetch_rows,
     scale_of_sums,
     softmax_step,
     wait_for_previous,
@@ -63,8 +63,8 @@ def _cross_attention(
     in_half = i < HALF
     row = head * (2 * HALF) + tl.minimum(i, HALF - 1)
     if tl.program_id(1) == 0:
-        fetch_ahead(w_ptr + row * K, K, TILE.prefetch, PDL)
-        fetch_ahead(w_ptr + (row + HALF) * K, K, TILE.prefetch, PDL)
+        prefetch_rows(w_ptr + row * K, K, TILE.prefetch, PDL)
+        prefetch_rows(w_ptr + (row + HALF) * K, K, TILE.prefetch, PDL)
     scales = (scale_of_sums(w_ptr, wscale, row), scale_of_sums(w_ptr, wscale, row + HALF))
     # The prefix was complete before the loop's first kernel; x is what the previous kernel wrote.
     place = first + tl.arange(0, TILE.rows)[:, None]
@@ -117,7 +117,7 @@ def cross_attention(
     batch, source, kv_heads, head_dim = prefix.keys.shape
     tokens, half, (n, k) = len(x) // batch, head_dim // 2, weights.weight.shape
     shape = ProductShape(n, k, moment_tiles(norm), 0, False, half, n // head_dim, kv_heads)
-    columns, prefetch = max(16, power_of_two(half)), can_fetch_ahead(weights.weight)
+    columns, prefetch = max(16, power_of_two(half)), can_prefetch(weights.weight)
     config = Pipelined(tile.rows, columns, tile.block_k, stages=tile.stages, warps=8, prefetch=prefetch)
     constants = (shape, config, Keys(source, tile.keys, head_dim**-0.5 * LOG2E.value))
     operands, to = (weights.weight, weights.sums_scale), EpilogueArguments((out,), len(x), tokens, *rope)

@@ -81,7 +81,7 @@ def trial(weights: Linear, activation: Activation, rows: int, gpu: Gpu) -> Calla
             by_library(x, layer, out, epilogue, (sums,))
         else:
             with chain.resumed():
-                hopper.gemm(x, layer, out, replace(epilogue, ahead=following.ahead), None, config, gpu)
+                hopper.gemm(x, layer, out, replace(epilogue, prefetch=following.prefetchable), None, config, gpu)
         return out
 
     return call
@@ -177,7 +177,7 @@ def norm_trial(rows: int, before: Product, after: Product) -> Callable[[str], Te
 
     def call(way: str) -> Tensor:
         (one, other), (following, _) = next(layers)
-        last = replace(epilogue, ahead=following.ahead)
+        last = replace(epilogue, prefetch=following.prefetchable)
         with chain.resumed():
             if way == "inside":
                 gemm(x, one, stream, Epilogue(residual=True, moments=moments))

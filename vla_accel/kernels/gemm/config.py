@@ -84,8 +84,8 @@ class Skinny:
     """Up to 16 rows: weights go to registers before the wait for the previous kernel (`triton_skinny`).
 
     `columns` and `rows` of a program, `parts` of K (one for each warp), K of a chunk, chunks of weights that are loaded
-    before the wait. `ready`: these are also widened and in the tensor cores' layout before it; `ahead`: the next kernel
-    may start before the wait, and load its weights.
+    before the wait. `ready`: these are also widened and in the tensor cores' layout before it; `releases`: the next
+    kernel may start before the wait, and load its weights.
     """
 
     columns: int
@@ -94,10 +94,10 @@ class Skinny:
     rows: int
     early: int
     ready: bool = False
-    ahead: bool = False
+    releases: bool = False
 
     def __str__(self) -> str:
-        more = (", ready" if self.ready else "") + (", ahead" if self.ahead else "")
+        more = (", ready" if self.ready else "") + (", releases" if self.releases else "")
         return f"skinny {self.rows}x{self.columns}x{self.block_k}/{self.parts}, {self.early} early{more}"
 
     def shared(self, sizes: GemmSizes) -> int:
@@ -246,10 +246,10 @@ def variants(gpu: Gpu | None, sizes: GemmSizes, config: TritonConfig) -> list[Tr
 
     With so few stages that the next kernel's programs fit on a multiprocessor next to its own, with less of K in a
     stage, with prefetched weights where kernels can start early, with tiles by TMA, and with weights as the first
-    operand where that is multiplied by 64 rows at a time. Of `Skinny` the one that lets the next kernel start ahead.
+    operand where that is multiplied by 64 rows at a time. Of `Skinny` the one that lets the next kernel start early.
     """
     if isinstance(config, Skinny) and gpu is not None and gpu.dependent_launch:
-        return [config, replace(config, ahead=True)]
+        return [config, replace(config, releases=True)]
     if isinstance(config, (Skinny, OneRow)):
         return [config]
     found = [config]

@@ -70,8 +70,8 @@ class Epilogue:
         moments: receives the moments of the new output, in tiles of the config's columns.
         next_scale: (N,) float32, the scale of the next norm, for `moments.scaled`.
         pinned: (R,) int32, 0 or 1: which row of the constants with two rows applies to each row of x.
-        ahead: a weight of a later product, which the Hopper GEMM brings to the L2 cache meanwhile. Other kernels ignore
-            it. Pass `Linear.ahead`.
+        prefetch: a weight of a later product, which the Hopper GEMM prefetches to the L2 cache. Other kernels ignore
+            it. Pass `Linear.prefetchable`.
         quantize: the output is multiplied by it and saturated in FP8 or INT8, by the dtype of the output.
     """
 
@@ -85,7 +85,7 @@ class Epilogue:
     next_scale: Tensor | None = None
     pinned: Tensor | None = None
     quantize: float | None = None
-    ahead: Tensor | None = None
+    prefetch: Tensor | None = None
 
 
 PLAIN = Epilogue()

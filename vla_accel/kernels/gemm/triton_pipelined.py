@@ -33,7 +33,7 @@ from vla_accel.kernels.gemm.triton_epilogues import (
 )
 from vla_accel.kernels.gemm.triton_moments import of_tiles
 from vla_accel.kernels.gemm.weights import Linear
-from vla_accel.kernels.triton_common import can_fetch_ahead, fetch_ahead, scale_of_sums, wait_for_previous
+from vla_accel.kernels.triton_common import can_prefetch, prefetch_rows, scale_of_sums, wait_for_previous
 
 
 @triton.jit
@@ -153,8 +153,8 @@ def _pipelined_pair(x, weights, w_tma, norm, e, SHAPE: constexpr, TILE: constexp
     i = tl.minimum(i0 + tl.arange(0, TILE.columns), HALF - 1)
     # Programs of the same weights run next to each other: the first of them fetches.
     if tl.program_id(0) == 0:
-        fetch_ahead(w_ptr + (low + i) * K, K, TILE.prefetch, PDL)
-        fetch_ahead(w_ptr + (high + i) * K, K, TILE.prefetch, PDL)
+        prefetch_rows(w_ptr + (low + i) * K, K, TILE.prefetch, PDL)
+        prefetch_rows(w_ptr + (high + i) * K, K, TILE.prefetch, PDL)
     scales = (scale_of_sums(w_ptr, wscale, low + i), scale_of_sums(w_ptr, wscale, high + i))
     constants = load_pair(e, (group, i0, row0), SHAPE, TILE)
     wait_for_previous(PDL)
@@ -211,7 +211,7 @@ def _pipelined_columns(x, weights, w_tma, norm, e, workspace, SHAPE: constexpr, 
     NORMED: constexpr = norm.eps is not None
     LATE: constexpr = NORMED and TILE.rows > 64
     if tl.program_id(0) == 0 and split * SHARE < K:
-        fetch_ahead(weights[0] + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), TILE.prefetch, PDL)
+        prefetch_rows(weights[0] + n * K + split * SHARE, tl.minimum(SHARE, K - split * SHARE), TILE.prefetch, PDL)
     if not LATE:
         scale, weight_sums, constants = _constants(weights, norm, e, at, SHAPE, TILE)
     wait_for_previous(PDL)
@@ -266,7 +266,7 @@ def product(
         by_tma = TensorDescriptor.from_tensor(weights.weight, [config.columns, config.block_k])
         operands = (TensorDescriptor.from_tensor(x, [config.rows, config.block_k]), operands[1], by_tma)
     arguments = (*operands, norm_arguments(norm), epilogue_arguments(weights, epilogue, out, rows))
-    tile = replace(config, prefetch=config.prefetch and can_fetch_ahead(weights.weight))
+    tile = replace(config, prefetch=config.prefetch and can_prefetch(weights.weight))
     run = {"num_warps": config.warps, "num_stages": config.stages}
     row_tiles = triton.cdiv(rows, config.rows)
     if shape.half:

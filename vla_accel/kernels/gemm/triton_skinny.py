@@ -119,7 +119,7 @@ def _modulated(x, scale_ptr, own, k0, K: constexpr, TILE: constexpr):
 
 @triton.jit
 def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
-    let_next_start(PDL and TILE.ahead)
+    let_next_start(PDL and TILE.releases)
     w_ptr, wscale = weights
     HALF: constexpr = SHAPE.half
     K: constexpr = SHAPE.k
@@ -167,7 +167,7 @@ def _skinny_pair(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL
 
 @triton.jit
 def _skinny_columns(x_ptr, weights, norm, e, SHAPE: constexpr, TILE: constexpr, PDL: constexpr):
-    let_next_start(PDL and TILE.ahead)
+    let_next_start(PDL and TILE.releases)
     w_ptr, wscale = weights
     N: constexpr = SHAPE.n
     K: constexpr = SHAPE.k

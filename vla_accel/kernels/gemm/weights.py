@@ -12,7 +12,7 @@ from vla_accel.fp8 import E4M3, INT8, Format
 
 _ROWS = 2048
 """Rows of a weight that are cast at a time: copies of all of a large one would take more memory than a layer."""
-_AHEAD = 16 << 20
+_MOST_PREFETCHED = 16 << 20
 """Bytes of a weight that is prefetched, at most: L2 caches are several times as large."""
 
 
@@ -54,10 +54,10 @@ class Linear:
         return self.weight.to(dtype) * (scale.to(dtype)[:, None] if isinstance(scale, Tensor) else scale)
 
     @property
-    def ahead(self) -> Tensor | None:
-        """The weight, if a cache holds it next to what another product reads; else None (`Epilogue.ahead`)."""
+    def prefetchable(self) -> Tensor | None:
+        """The weight, if a cache holds it next to what another product reads; else None (`Epilogue.prefetch`)."""
         # The copy engine takes pieces of 16 bytes.
-        return self.weight if self.bytes <= _AHEAD and self.bytes % 16 == 0 else None
+        return self.weight if self.bytes <= _MOST_PREFETCHED and self.bytes % 16 == 0 else None
 
     @property
     def integers(self) -> bool:

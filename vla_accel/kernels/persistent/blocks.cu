@@ -76,10 +76,10 @@ struct Stages {
 
 // The side that computes.
 struct Ring : Stages {
-  // Waits for the stage that is `ahead` of the next one, and returns its address.
-  __device__ __forceinline__ u32 wait_full(int ahead = 0) const {
-    const bool wraps = slot + ahead >= STAGES;
-    const int at = slot + ahead - (wraps ? STAGES : 0);
+  // Waits for the stage that is `offset` stages after the next one, and returns its address.
+  __device__ __forceinline__ u32 wait_full(int offset = 0) const {
+    const bool wraps = slot + offset >= STAGES;
+    const int at = slot + offset - (wraps ? STAGES : 0);
     mbarrier_wait(full(at), parity ^ wraps);
     return memory + at * STAGE_BYTES;
   }

@@ -23,7 +23,7 @@ Call = block(
     ("const float*", "cos sin", "(positions, half)"),
     ("const int*", "starts", "(rows / tokens,): the position of a sequence's first token"),
     ("u16*", "k v", ""),
-    ("const unsigned char*", "ahead", "a weight of a later product, or null"),
-    ("int", "ahead_bytes", ""),
+    ("const unsigned char*", "prefetch", "a weight of a later product, or null"),
+    ("int", "prefetch_bytes", ""),
     ("int", "half tokens heads kv_heads", "half: distance of the two weight rows of a pair, with PAIRS"),
 )

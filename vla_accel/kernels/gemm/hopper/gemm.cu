@@ -323,11 +323,11 @@ __device__ __forceinline__ void finish_share(Sums& sums, int count, int group, c
   }
 }
 
-// This brings a share of a later product's weights to the second-level cache, which that product then need not wait for.
-__device__ __forceinline__ void fetch_ahead(const Call& c) {
+// Prefetches a share of a later product's weights to the L2 cache.
+__device__ __forceinline__ void prefetch_weight(const Call& c) {
   constexpr int PIECE = 8192;
-  for (int at = blockIdx.x * PIECE; at < c.ahead_bytes; at += gridDim.x * PIECE)
-    bulk_prefetch(c.ahead + at, min(PIECE, c.ahead_bytes - at));
+  for (int at = blockIdx.x * PIECE; at < c.prefetch_bytes; at += gridDim.x * PIECE)
+    bulk_prefetch(c.prefetch + at, min(PIECE, c.prefetch_bytes - at));
 }
 
 // -- the kernel -------------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ extern "C" __global__ void __maxnreg__(LIMIT)
     setmaxnreg_dec<FETCHING>();
     if (threadIdx.x == CONSUMERS) Fetch(weights, tokens, ring, b, c).run();
     if (warp == CONSUMERS / 32 + 1) {
-      if ((threadIdx.x & 31) == 0) fetch_ahead(c);
+      if ((threadIdx.x & 31) == 0) prefetch_weight(c);
       __syncwarp();
     }
     if (NORM && warp > CONSUMERS / 32) {

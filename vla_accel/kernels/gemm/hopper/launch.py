@@ -187,9 +187,9 @@ def _fields(
     if weights.weight_scale is not None and weights.weight_scale.ndim:
         tensors["scales"] = weights.weight_scale
     fields: dict[str, int | float | None] = {"half": half}
-    if e.ahead is not None:
-        tensors["ahead"] = e.ahead
-        fields["ahead_bytes"] = e.ahead.numel() * e.ahead.element_size()
+    if e.prefetch is not None:
+        tensors["prefetch"] = e.prefetch
+        fields["prefetch_bytes"] = e.prefetch.numel() * e.prefetch.element_size()
     if e.moments is not None:
         tensors |= {"sums_out": e.moments.sums, "squares_out": e.moments.squares}
         if e.moments.scaled is not None and e.next_scale is not None:
