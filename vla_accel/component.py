@@ -13,7 +13,7 @@ from vla_accel.config import EngineSpec
 from vla_accel.errors import ConfigError
 from vla_accel.fp8 import Products
 
-BESIDE = "the first step beside the prefix"
+OVERLAP = "the first step overlaps the prefix"
 """Ledger text of a loop whose first step overlaps the prefix. The time of that step counts as the prefix's."""
 
 

@@ -31,7 +31,7 @@ from tests.support.reports import (
     shape_report,
 )
 from vla_accel.checkpoints.bundled import NAMED
-from vla_accel.component import BESIDE
+from vla_accel.component import OVERLAP
 from vla_accel.families.family import FAMILIES
 from vla_accel.ledger import LedgerEntry
 from vla_accel.measure import bench
@@ -120,10 +120,11 @@ def test_a_cell_without_a_value_is_a_dash() -> None:
 # -- bench --------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_overlaps_the_prefix_is_not_in_the_rate_of_the_loop() -> None:
+@pytest.mark.parametrize("detail", [OVERLAP, "the first step beside the prefix"], ids=["now", "in stored runs"])
+def test_a_step_that_overlaps_the_prefix_is_not_in_the_rate_of_the_loop(detail: str) -> None:
     report = bench_report(CEILINGS)
     for row in report["rows"][::2]:
-        row["engines"].append(asdict(LedgerEntry("denoise", "native", "native", "", BESIDE)))
+        row["engines"].append(asdict(LedgerEntry("denoise", "native", "native", "", detail)))
         del row["denoise_gb_per_s"]
         row |= rates(row)
     text = benches.bench(report)

@@ -32,7 +32,7 @@ from tests.support.gpu_policies import (
     used,
 )
 from tests.support.tiny import tiny_observation
-from vla_accel.component import BESIDE
+from vla_accel.component import OVERLAP
 from vla_accel.config import NativeOptions
 from vla_accel.errors import EngineError, ObservationError
 from vla_accel.families.pi0.network import Pi0
@@ -170,15 +170,15 @@ def test_a_first_step_that_overlaps_the_prefix_changes_no_bit(
 ) -> None:
     """Nor do calls in a row, whose steps would meet the next call's prefix."""
     config = replace(NATIVE, cuda_graph=graph, num_steps=2, native=NativeOptions(kernels=kernels))
-    beside = load(folder, config)
+    overlapping = load(folder, config)
     monkeypatch.setattr(LoopProgram, "follow", lambda *_: "")
     behind = load(folder, config)
-    said = beside.ledger.entries["denoise"].detail
-    assert (BESIDE in said) == ("apart" not in said)
-    assert "beside the prefix" not in behind.ledger.entries["denoise"].detail
+    said = overlapping.ledger.entries["denoise"].detail
+    assert (OVERLAP in said) == ("apart" not in said)
+    assert OVERLAP not in behind.ledger.entries["denoise"].detail
     for seed in range(20):
-        observation, noise = tiny_observation(seed, PROMPTS[seed % 3]), noise_for(beside, 1, seed)[0]
-        a, b = (p.infer(observation, noise=noise)["actions"] for p in (beside, behind))
+        observation, noise = tiny_observation(seed, PROMPTS[seed % 3]), noise_for(overlapping, 1, seed)[0]
+        a, b = (p.infer(observation, noise=noise)["actions"] for p in (overlapping, behind))
         np.testing.assert_array_equal(a, b)
 
 

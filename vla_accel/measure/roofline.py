@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from vla_accel.component import BESIDE
+from vla_accel.component import OVERLAP
 from vla_accel.families.bench import Work
 from vla_accel.kernels.gpu import Gpu
+
+_OVERLAPS = (OVERLAP, "the first step beside the prefix")
+"""The ledger's text for a first step that overlaps the prefix; the second is that of stored reports."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ def add_batch_floors(
 
 def steps_timed(row: Mapping[str, Any]) -> int:
     """Steps in the loop's own time, of a row of a report: a first step that overlaps the prefix is in its time."""
-    return row["steps"] - any(BESIDE in line.get("detail", "") for line in row.get("engines", ()))
+    details = [line.get("detail", "") for line in row.get("engines", ())]
+    return row["steps"] - any(text in detail for text in _OVERLAPS for detail in details)
 
 
 def rates(row: Mapping[str, Any]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vla_accel.component import BESIDE, Program
+from vla_accel.component import OVERLAP, Program
 from vla_accel.kernels.activation import Activation
 from vla_accel.kernels.attention.config import SuffixShape
 from vla_accel.kernels.attention.suffix import Prefix, cross_attention, crossing, suffix_attention
@@ -411,7 +411,7 @@ class LoopProgram:
         if not (self.loop.reads_by_layer and isinstance(earlier, NativePrefix)):
             return ""
         self.overlap = earlier.overlapped(outputs)
-        return BESIDE
+        return OVERLAP
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         actions, overlap = outputs["actions"], self.overlap

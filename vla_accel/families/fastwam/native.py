@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vla_accel.component import BESIDE, Program
+from vla_accel.component import OVERLAP, Program
 from vla_accel.config import EngineSpec
 from vla_accel.families.family import IMAGES
 from vla_accel.families.fastwam.components import QUANTISED, FastWamShape, Resized, canvas
@@ -142,7 +142,7 @@ class NativeActions(ActionLoop):
         if not isinstance(earlier, NativeReader):
             return ""
         self.overlap = earlier.video.overlapped()
-        return BESIDE
+        return OVERLAP
 
 
 class FastWamStore(NativeStore[FastWam]):

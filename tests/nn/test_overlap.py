@@ -1,4 +1,4 @@
-"""The loop's first step beside the prefix: who waits for what, with streams and events that only write it down. Bits
+"""The loop's first step overlaps the prefix: who waits for what, with streams and events that only write it down. Bits
 are compared on a GPU."""
 
 from __future__ import annotations
