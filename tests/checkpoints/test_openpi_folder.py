@@ -80,7 +80,7 @@ def test_an_asset_of_no_known_robot_needs_a_preset(tmp_path: Path) -> None:
     (tmp_path / "assets" / "someone" / "robot" / "norm_stats.json").rename(tmp_path / "norm_stats.json")
     write_openpi(tmp_path / "other", "pi05")
     (tmp_path / "other" / "config.json").rename(tmp_path / "config.json")
-    assert load(tmp_path).processor.preset == PRESETS["libero"], "statistics beside the weights are LIBERO's"
+    assert load(tmp_path).processor.preset == PRESETS["libero"], "statistics next to the weights are LIBERO's"
 
 
 def test_settings_go_before_the_checkpoint(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_keys_and_shapes_are_lerobots() -> None:
 
 @pytest.mark.parametrize("libero", [False, True])
 def test_a_folder_becomes_a_policy(libero: bool, tmp_path: Path) -> None:
-    """From pixels, state and task to the robot's numbers, beside the formulas written down a second time."""
+    """From pixels, state and task to the robot's numbers, compared with the formulas written down a second time."""
     model = write_lerobot(tmp_path, libero=libero)
     policy = OptimizedPolicy.from_pretrained(tmp_path, FP32, num_steps=3)
     config = policy.model.config

@@ -25,7 +25,7 @@ CONFIGS = sorted(p.name for p in (ROOT / "configs").glob("*.yaml"))
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a build reads: it leaves files beside its source."""
+    """A copy of what a build reads: it leaves files next to its source."""
     folder = tmp_path_factory.mktemp("packaging") / "source"
     # The demo's weights would only take time.
     left_out = (".git", ".venv", "runs", "site", "build", "dist", "*.egg-info", "__pycache__", "*.safetensors")

@@ -244,7 +244,7 @@ def check(line: str) -> None:
         alone = len(words) == (2 if words[0] == "vla-accel" else 3)
         assert run([*words, "--help"] if alone else words) == 0
     else:
-        assert words[0] != "python" or words[1] in ("-m", "-c"), "a file that is run finds no packages beside it"
+        assert words[0] != "python" or words[1] in ("-m", "-c"), "a file that is run finds no packages next to it"
         if words[:2] == ["python", "-m"] and words[2].startswith("tests."):
             assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file(), words[2]
         extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

@@ -114,7 +114,7 @@ def test_float16_inside_is_finer_than_the_bfloat16_round_it(vae: Any) -> None:
     with torch.inference_mode():
         want = copy.deepcopy(coarse).float()(image.bfloat16().float())
         plain = coarse(image.bfloat16())
-    # Float16 leaves little beside the rounding of the result itself.
+    # Float16 leaves little in addition to the rounding of the result itself.
     for dtype, ratio in ((torch.bfloat16, RATIO), (torch.float16, 0.5)):
         out = torch.empty_like(want, dtype=torch.bfloat16)
         NativeHalf(coarse, dtype)({"x": image.bfloat16()}, {"y": out})

@@ -1,4 +1,4 @@
-"""The action expert's weights in INT8 beside BF16 activations, on the CPU through the ops' references: what is
+"""The action expert's weights in INT8 with BF16 activations, on the CPU through the ops' references: what is
 computed, what the ledger says, what is refused. The kernels are in test_kernels.py and test_kernels_compile.py."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""SmolVLA's native programs beside its eager components, on the CPU through the ops' references: the same path that
-runs kernels on a GPU."""
+"""SmolVLA's native programs compared with its eager components, on the CPU through the ops' references: the same path
+that runs kernels on a GPU."""
 
 from __future__ import annotations
 

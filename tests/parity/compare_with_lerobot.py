@@ -1,4 +1,4 @@
-"""SmolVLA and GR00T N1.7 at the published size, and π0-FAST, beside lerobot's own code, of which scripts wrote answers.
+"""SmolVLA and GR00T N1.7 at the published size, and π0-FAST, compared with answers of lerobot's own code.
 
 With lerobot's interpreter, then with this package's, on the CPU (12 GB of memory, 9 of disk; a quarter of an hour)::
 
@@ -11,8 +11,8 @@ With lerobot's interpreter, then with this package's, on the CPU (12 GB of memor
 Batch 1 and 3, a camera less, padded prompts, on weights of lerobot's that ours reads from the file. In float32 actions
 must agree to 1e-4. With weights in bfloat16 ours must be about as near to lerobot's float32 as lerobot's code is with
 such weights: SmolVLA's dtypes are those that its checkpoint loads in, GR00T's those of Isaac-GR00T. lerobot's policy
-itself runs GR00T with float32 weights under autocast, which is said beside it, without a bound. Not π0-FAST: one token
-that another rounding decides changes all behind it. The exit status is 1 if a bound is broken.
+itself runs GR00T with float32 weights under autocast, which is printed next to it, without a bound. Not π0-FAST: one
+token that another rounding decides changes all behind it. The exit status is 1 if a bound is broken.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from vla_accel.nn.network import Network
 from vla_accel.nn.qwen_language import Arrangement
 
 BF16_RATIO = 1.5
-"""Ours to lerobot's float32, beside lerobot's own bfloat16 to it: as near, within the spread of two roundings."""
+"""Ours to lerobot's float32, relative to lerobot's own bfloat16 to it: as near, within the spread of two roundings."""
 BOS = 2
 TITLES = {
     "batch1": "batch 1", "batch3": "batch 3", "missing": "a camera less", "missing camera": "a camera less",

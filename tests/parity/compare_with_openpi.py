@@ -31,7 +31,7 @@ from tests.support.agreement import rms
 from tests.support.whole_calls import pi0_actions
 
 FP32_ATOL = 1e-4
-# Ours to openpi's float32, beside openpi's own bfloat16 to it: as near, within the spread of two roundings.
+# Ours to openpi's float32, compared with openpi's own bfloat16 to it: as near, within the spread of two roundings.
 BF16_RATIO = 1.5
 
 

@@ -104,7 +104,7 @@ def test_dead_weights_are_never_read(folders: dict[Kind, Path]) -> None:
 
 
 def test_what_is_asked_for_later_is_read_again(folders: dict[Kind, Path]) -> None:
-    """Another precision of one checkpoint, beside the first, from the file and not from what was rounded."""
+    """Another precision of one checkpoint, next to the first, from the file and not from what was rounded."""
     checkpoint = load(folders["pi05"], dtype=torch.bfloat16, whole=False)
     native, exact = (OptimizedPolicy(checkpoint, c) for c in (NATIVE, replace(EAGER, precision="fp32")))
     first = actions(native)

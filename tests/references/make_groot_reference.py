@@ -62,7 +62,7 @@ ROWS = 6
 
 
 def small_tokenizer() -> Any:
-    """Words and letters as tokens, beside the special ones."""
+    """Words and letters as tokens, in addition to the special ones."""
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
     words = sorted({w for t in TASKS for w in t.lower().replace("!", "").split()} | {"user", "\n", "the", "task"})

@@ -125,7 +125,7 @@ def test_bars_of_no_length_are_drawn(narrow: bool) -> None:
 
 
 def test_a_bar_ends_at_the_median_of_the_call() -> None:
-    """Medians of parts may add up to more; the table beside the bars keeps them."""
+    """Medians of parts may add up to more; the table next to the bars keeps them."""
     timed = {"median_ms": 6.0, "parts_ms": {"vision": 3.0, "denoise": 5.0}}
     assert bench.call_parts(timed) == {"vision": 2.25, "denoise": 3.75}
     assert bench.call_parts({**timed, "median_ms": 9.0}) == {"vision": 3.0, "denoise": 5.0, "other": 1.0}

@@ -1,5 +1,5 @@
-"""How near actions are to another project's, and a low precision to the exact result, beside how near the plain module
-is in the same precision.
+"""How near actions are to another project's, and a low precision to the exact result, compared with the plain module
+in the same precision.
 
 A fixed cosine would hang on how a CPU rounds BF16: AMX tiles, AVX512 and AVX2 differ, and the steps of a sampler spread
 what they leave. What the plain module loses there is lost by the same rounding.

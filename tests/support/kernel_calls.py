@@ -1,4 +1,4 @@
-"""A call of an op, its arguments placed on a device between margins of NaN, and its result beside the reference's."""
+"""A call of an op, its arguments placed on a device between margins of NaN, and its result next to the reference's."""
 
 from __future__ import annotations
 

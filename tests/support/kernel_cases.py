@@ -45,7 +45,7 @@ def _add_norm(rows: int, width: int, y: int | None, layer: bool, scale: float | 
     """`y`: rows of it."""
 
     def call(draw: Draw) -> Call:
-        # LayerNorm must take away a mean that is large beside the spread; the embedding's stream is float32.
+        # LayerNorm must take away a mean that is large compared with the spread; the embedding's stream is float32.
         x = draw.wide(rows, width) if not alias else draw(rows, width)
         arguments = {
             "x": x + 3.0, "y": None if y is None else draw(y, width),
