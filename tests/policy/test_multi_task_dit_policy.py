@@ -112,6 +112,7 @@ def test_a_component_that_no_call_can_leave_out_is_refused(
         parts = {part.name: replace(part, seldom=part.name == name) for part in components(*arguments, **more)}
         return [parts[part] for part in order]
 
+    monkeypatch.setattr(family, "parts", order)
     monkeypatch.setattr(family, "components", changed)
     with pytest.raises(EngineError, match=f"^{name}: {message}"):
         policy_of(tmp_path).infer(observation(0, 2))

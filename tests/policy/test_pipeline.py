@@ -56,7 +56,7 @@ def test_a_call_that_failed_half_way_guides_nobody(policy: OptimizedPolicy) -> N
     pipeline, feed = policy._feed(inputs, None, None)
     target = np.ones(staged(policy)["target"].shape, np.float32)
     guidance = {"target": target, "weights": np.ones(target.shape[:2])}
-    with pytest.raises(TypeError, match="Cannot cast"):
+    with pytest.raises(EngineError, match="weights: expected dtype float32, got float64"):
         pipeline.finish(replace(feed, guidance=guidance), torch.Generator())
     assert staged(policy)["target"].any()
     policy.infer(tiny_observation())
