@@ -7,9 +7,9 @@
 # ///
 """Request actions from a policy server with the keys of DROID, like openpi's example. On the GPU machine:
 
-    vla-accel serve path/to/pi05_droid --host 0.0.0.0 --api-key-file key
+    vla-accel serve path/to/pi05_droid --host 0.0.0.0 --api-key-file keys
 
-uv run docs/examples/droid_client.py ws://gpu-box:8000 "put the marker in the cup"
+uv run docs/examples/droid_client.py ws://gpu-box:8000 keys "put the marker in the cup"
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_accel.client import PolicyClient
+from vla_accel.client import PolicyClient, read_key
 
 EXECUTED = 8
 """Actions of a chunk to execute before the next request, as in openpi's example."""
@@ -49,7 +49,7 @@ def still_robot() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    address, prompt = sys.argv[1:]
-    with PolicyClient(address) as client:
+    address, key_file, prompt = sys.argv[1:]
+    with PolicyClient(address, api_key=read_key(key_file)) as client:
         for number, action in zip(range(30), actions(client, still_robot, prompt), strict=False):
             print(number, np.round(action, 3))

@@ -45,4 +45,4 @@ if __name__ == "__main__":
     policy = OptimizedPolicy.from_pretrained((sys.argv[1:] or ["demo"])[0], num_steps=3)
     for chunk in chunks(policy, random_frames(10), "pick up the black bowl"):
         print(tuple(chunk.shape), chunk[0].tolist())
-    print({name: part["median_ms"] for name, part in policy.latency_report()["components"].items()})
+    print({name: part["p50_ms"] for name, part in policy.latency_report()["components"].items()})

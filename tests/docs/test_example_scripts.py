@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,13 @@ def write_openpi(folder: Path, kind: Kind, size: int) -> None:
     write_tiny_checkpoint(folder, kind, action_dim=size)
     entry = {"mean": [0.0] * size, "std": [1.0] * size, "q01": [-1.0] * size, "q99": [1.0] * size}
     (folder / "norm_stats.json").write_text(json.dumps({"norm_stats": {"state": entry, "actions": entry}}))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
+    """Run a script as `uv run` does, with these arguments."""
+    (path,) = (path for path in SCRIPTS if path.stem == name)
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    runpy.run_path(str(path), run_name="__main__")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -104,6 +113,17 @@ def test_groot_takes_nested_observations(tmp_path: Path) -> None:
     assert flat.keys() == plain.keys() and all(np.array_equal(flat[key], plain[key]) for key in plain)
 
 
+def test_droid_client_sends_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_openpi(tmp_path, "pi05", 8)
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    with background(loaded(tmp_path, preset="droid"), ServerConfig(port=0, api_key_file=keys)) as server:
+        run(monkeypatch, "droid_client", server.address, str(keys), "push")
+    assert len(capsys.readouterr().out.splitlines()) == 30
+
+
 @pytest.mark.slow
 def test_eight_robots_share_a_server() -> None:
     script = example("eight_robots")
@@ -117,3 +137,11 @@ def test_torch_loop() -> None:
     policy = OptimizedPolicy.from_pretrained("demo", device="cpu", num_steps=1)
     first, second = script.chunks(policy, script.random_frames(2), "pick up the black bowl")
     assert first.shape == (10, 7) and first.dtype == torch.float64 and not torch.equal(first, second)
+
+
+def test_torch_loop_prints_the_latency_of_each_component(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "torch_loop")
+    *chunks, latency = capsys.readouterr().out.splitlines()
+    assert len(chunks) == 10 and "'denoise'" in latency
