@@ -250,7 +250,8 @@ def tune(result: Row | None) -> str:
         "verdict = {verdict}",
         rows,
         f"**{result['chosen']}** is {result['times_as_fast']:.1f} times as fast as FP32 eager: "
-        f"{_renamed(result['why'])}. {machine(result)}; {result['seconds'] / 60:.0f} minutes; {command(result)}."
+        f"{_renamed(result['why'])}. Above: the proven lower bound of the candidate's success minus FP32 eager's. "
+        f"{machine(result)}; {result['seconds'] / 60:.0f} minutes; {command(result)}."
         + (f" Not tried: {left_out}." if left_out else ""),
     )
     return blocks(tried, picture("Latency against disagreement with FP32 eager", TUNE_PICTURE))

@@ -153,7 +153,7 @@ def test_bench_of_a_checkpoint_with_its_own_components() -> None:
     for row in report["rows"]:
         row |= {"parts_ms": {"encoder": 1.0, "decoder": 2.0}, "decoder_tflops": 300.0}
     text = benches.bench(report)
-    assert "| system | steps | encoder | decoder | the rest | floor | of the floor |" in text
+    assert "| system | steps | encoder | decoder | the rest | floor | floor / call |" in text
     assert "| native-bf16 | 1 | 1.00 | 2.00, 300 TFLOP/s | 2.00 | - | - |" in text
     report["rows"][0]["engines"] = [
         {"component": c, "requested": "auto", "used": "eager"} for c in ("encoder", "decoder")
@@ -289,7 +289,7 @@ def test_the_headline_has_the_medians_of_its_run() -> None:
     report["rows"] += [{**first, "system": "realtime-vla", "median_ms": 28.0}]
     played = {"name": "native", "pairs": 500, "other": {"rate": 0.99}, "reference": {"rate": 0.994}}
     text = shapes.headline([report, {"rows": [{**played, "name": "native_fp8"}, played]}])
-    assert "14.0 ms on an X in BF16 and 10.0 ms in FP8" in text
+    assert "14.0 ms on an X in BF16 and 10.0 ms with the prefix in FP8" in text
     assert "realtime-vla, takes 28.0 ms, 2.0 times as long" in text
     assert "99.0 % of 500 LIBERO episodes, and 99.4 % in FP32" in text
 

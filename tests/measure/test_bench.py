@@ -210,6 +210,14 @@ def test_other_processes_are_heard_while_calls_are_timed_and_not_before(monkeypa
     assert told == [3.0] and len(calls) == 7
 
 
+def test_a_warm_up_names_system_and_steps_once() -> None:
+    lines: list[str] = []
+    systems = [System(name, lambda _: {}, steps) for name, steps in (("native", 3), ("10 steps", 10), ("1 step", 1))]
+    bench.run(systems, lambda _: {}, calls=1, warmup=1, progress=lines.append)
+    expected = ["warming up native, 3 steps", "warming up 10 steps", "warming up 1 step"]
+    assert [line for line in lines if line.startswith("warming up")] == expected
+
+
 def test_a_system_s_memory_is_its_own(small: Factory) -> None:
     """Whatever else the run has made, such as eager, which reads the whole module."""
     first = small.make("native-bf16", 2).memory

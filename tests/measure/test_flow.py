@@ -154,6 +154,19 @@ def test_a_checkpoint_with_a_schedule_of_its_own_is_the_measure() -> None:
     assert rows(report)["4 uniform"].error.value != report.default.error.value
 
 
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ((3,), "A call takes 3.00 ms instead of 10.00 on CPU."),
+        ((10,), "A call takes 10.00 ms, as with the default, on"),
+    ],
+)
+def test_the_summary_says_whether_the_chosen_steps_save_time(steps: tuple[int, ...], expected: str) -> None:
+    found = judge(KnownFlow(bent), Schedule.uniform(10), steps=steps).as_dict()
+    found |= {"hardware": {"cpu": "CPU"}, "rows": [{**row, "median_ms": row["num_steps"]} for row in found["rows"]]}
+    assert expected in summary(found)[0]
+
+
 def test_a_checkpoint_of_one_step_has_a_report_without_other_schedules() -> None:
     report = judge(KnownFlow(bent), Schedule.uniform(1), steps=(1,))
     assert report.rows == (report.default,)

@@ -56,7 +56,8 @@ def run(
     rng = np.random.default_rng(seed)
     samples = {system.name: _Samples() for system in systems}
     for system in systems:
-        begins = f"warming up {system.name}, {system.steps} step{'s' * (system.steps > 1)}"
+        steps = f"{system.steps} step{'s' * (system.steps > 1)}"
+        begins = f"warming up {', '.join(dict.fromkeys((system.name, steps)))}"
         with going_on(begins, progress), peak() as running:
             start = time.perf_counter()
             system.infer(observe(rng))

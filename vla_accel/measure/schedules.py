@@ -257,7 +257,8 @@ def time_steps(
     """Time whole calls of a policy in turns; return a row of `bench.run` for each number of steps. The
     times of the steps do not change the work."""
     systems = [
-        timed(f"{n} steps", policy.with_steps(n, "uniform"), time.perf_counter(), None) for n in dict.fromkeys(steps)
+        timed(f"{n} step{'s' * (n > 1)}", policy.with_steps(n, "uniform"), time.perf_counter(), None)
+        for n in dict.fromkeys(steps)
     ]
     rows = bench.run(systems, lambda rng: dict(observations[int(rng.integers(len(observations)))]), calls=calls,
                      turn=max(1, min(10, calls // 2)), seed=seed, progress=progress, heard=heard)  # fmt: skip

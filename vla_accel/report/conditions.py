@@ -35,7 +35,7 @@ def ledger(runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> Section:
             cells = (e["component"], e["requested"], e["used"], e["reason"] or "-", e["detail"] or "-")
             found.setdefault(cells, []).append(name)
     rows: list[list[Cell]] = [[*cells, "; ".join(dict.fromkeys(names))] for cells, names in found.items()]
-    header = ("component", "requested", "ran", "why", "exactly", "in")
+    header = ("component", "requested", "ran", "why", "detail", "used in")
     return Section("Engines", [Table("Which path really ran (the ledger)", header, rows)] if rows else [])
 
 
