@@ -159,7 +159,7 @@ def camera_keys(images: Sequence[str], mapping: Mapping[str, str | None] | None)
     used = {name: key for name, key in named.items() if key is not None}
     missing = [key for key in images if key not in used.values()]
     if len(used) + len(missing) != len(images) or len(missing) > len(named) - len(used):
-        each = f"{{NAME: KEY}} with each of {', '.join(images)} once"
+        each = f"{{NAME: KEY}} with each of {', '.join(images)} once, such as {{cam_head: {(*images, 'KEY')[0]}}}"
         raise ConfigError(f"cameras: expected {each}, or NAME: null to leave one out, got {mapping!r}")
     return used
 
