@@ -119,8 +119,9 @@ def make_request(benchmark: Benchmark, arguments: Arguments, command: list[str])
 def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] | None) -> PolicySource:
     if not arguments.expert:
         source = PolicySource.parse(
-            arguments.policy, benchmark, config=arguments.config, device=arguments.device, chunking=arguments.chunking
-        )
+            arguments.policy, benchmark, config=arguments.config, device=arguments.device, chunking=arguments.chunking,
+            api_key_file=arguments.api_key_file, tls_ca=arguments.tls_ca,
+        )  # fmt: skip
         if source.kind == "local" and arguments.ray is None:  # else it is on the nodes
             from vla_accel.cli.common import check_names
 
@@ -133,7 +134,7 @@ def _source(benchmark: Benchmark, arguments: Arguments, steps: tuple[int, ...] |
     if steps is not None:
         raise ConfigError("steps: the scripted expert has no denoising steps; leave --steps out")
     own = {field.name: field.default for field in dataclasses.fields(arguments)}
-    for name in ("config", "stress", "chunking", "device", "policy"):
+    for name in ("config", "stress", "chunking", "device", "policy", "api_key_file", "tls_ca"):
         if getattr(arguments, name) != own[name]:
             raise ConfigError(f"{name}: the scripted expert reads the simulator and answers at once; leave it out")
     if benchmark.make_expert is None:

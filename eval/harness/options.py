@@ -34,6 +34,10 @@ class Arguments:
     config: str | None = None
     """Of a policy in this process: a PolicyConfig file (YAML or JSON), or a shipped configuration's name. Default: the
     policy's own."""
+    api_key_file: Path | None = None
+    """Of a policy at ws://host:port: the file with the server's key."""
+    tls_ca: Path | None = None
+    """Of a policy at wss://host:port: the file with the certificates to trust. Default: the system's."""
     device: str = "auto"
     """auto, cpu or cuda."""
     seed: int = SEED

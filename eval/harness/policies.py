@@ -18,7 +18,7 @@ from eval.harness.benchmark import Benchmark, Expert
 from eval.harness.protocol import EpisodeKey, Protocol
 from eval.harness.rollout import Actor
 from eval.harness.stress import disturb
-from vla_accel.client import PolicyClient, check_address
+from vla_accel.client import PolicyClient, check_address, read_key
 from vla_accel.errors import ConfigError, EngineError
 from vla_accel.files import content_hash, user_path
 from vla_accel.remote.ensemble import TEMPORAL_ENSEMBLE, TemporalEnsemble
@@ -49,6 +49,8 @@ class PolicySource:
         chunking: `plain`; `rtc` for chunks that are guided by the rest of the last one; `warm` for chunks that start
             from it.
         load_lerobot: of a `lerobot` policy: the benchmark's function that loads it.
+        api_key_file: of a remote policy: the file with its key, which each worker process reads.
+        tls_ca: of a remote policy: the file with the certificates to trust.
     """
 
     kind: Literal["local", "lerobot", "remote", "expert"]
@@ -57,17 +59,24 @@ class PolicySource:
     device: str = "auto"
     chunking: Chunking = "plain"
     load_lerobot: Callable[[Path, torch.device], Any] | None = None
+    api_key_file: Path | None = None
+    tls_ca: Path | None = None
 
     @classmethod
     def parse(
-        cls, text: str, benchmark: Benchmark, *, config: str | None, device: str, chunking: Chunking = "plain"
-    ) -> PolicySource:
+        cls, text: str, benchmark: Benchmark, *, config: str | None, device: str, chunking: Chunking = "plain",
+        api_key_file: Path | None = None, tls_ca: Path | None = None,
+    ) -> PolicySource:  # fmt: skip
         """`ws://host:port`, `demo`, a checkpoint's path, or `lerobot:` and the path of a folder of lerobot's.
 
         Raises:
-            ConfigError: a malformed address, a configuration for a policy that has its own, or lerobot's code where the
-                benchmark cannot load it.
+            ConfigError: a malformed address, a configuration for a policy that has its own, a key or certificates for a
+                policy that is no server, a key that cannot be read, or lerobot's code where the benchmark cannot load
+                it.
         """
+        for name, file in (("api_key_file", api_key_file), ("tls_ca", tls_ca)):
+            if file is not None and "://" not in text:
+                raise ConfigError(f"{name}: expected --policy ws://host:port with it, got {text}")
         if text.startswith(LEROBOT):
             if benchmark.load_lerobot is None:
                 raise ConfigError(f"policy: {benchmark.name} runs no policies with lerobot's own code, got {text}")
@@ -82,7 +91,9 @@ class PolicySource:
             raise ConfigError(f"config: a remote policy is configured at its server, got {config!r} with {text}")
         if device != "auto":
             raise ConfigError(f"device: a remote policy runs on its server's device, got {device} with {text}")
-        return cls("remote", text, chunking=chunking)
+        if api_key_file is not None:
+            read_key(api_key_file)  # refuse it before any worker starts
+        return cls("remote", text, chunking=chunking, api_key_file=api_key_file, tls_ca=tls_ca)
 
     @property
     def name(self) -> str:
@@ -94,7 +105,8 @@ class PolicySource:
     def load(self) -> Any:
         """Load a checkpoint, or connect; returns an object with `infer`, `reset` and `metadata`."""
         if self.kind == "remote":
-            return PolicyClient(self.where, timeout_s=ANSWER_TIMEOUT_S)
+            key = None if self.api_key_file is None else read_key(self.api_key_file)
+            return PolicyClient(self.where, api_key=key, tls_ca=self.tls_ca, timeout_s=ANSWER_TIMEOUT_S)
         if self.kind == "lerobot":
             from vla_accel.machine import resolve_device
 

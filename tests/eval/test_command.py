@@ -26,7 +26,8 @@ from tests.support.local_hub import COMMIT, LocalHub, served
 from tests.support.tiny import write_tiny_checkpoint
 from vla_accel.cli.options import read
 from vla_accel.client import PolicyClient
-from vla_accel.errors import SimulatorError
+from vla_accel.errors import ServerError, SimulatorError
+from vla_accel.server import ServerConfig, background
 
 ROOT = Path(__file__).parents[2]
 TASKS = tuple(LiberoTask(i, f"task_{i}", f"do thing {i}", np.zeros((50, 3)), Path("x.bddl")) for i in range(10))
@@ -257,6 +258,9 @@ BAD = [
     ("--policy ws://host:1 --steps 1,3", "steps: a remote policy has its server's"),
     ("--policy ws://host:1 --config x.yaml", "config: a remote policy is configured at"),
     ("--policy ws://host:1 --device cpu", "device: a remote policy runs on its server's device"),
+    ("--policy ws://host:1 --api-key-file no/keys", "api_key_file no/keys: expected a readable file"),
+    ("--api-key-file keys", "api_key_file: expected --policy ws://host:port with it, got demo"),
+    ("--expert --tls-ca cert.pem", "tls_ca: the scripted expert reads"),
     ("--expert --device cpu", "device: the scripted expert"),
     ("--expert --policy folder", "policy: the scripted expert"),
     ("--overwrite --retry-errors", "retry-errors: expected it without --overwrite"),
@@ -380,3 +384,14 @@ def test_a_missing_gl_library_is_one_clear_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "OpenGL library" in said and "apt-get install" in said
+
+
+def test_a_remote_policy_gets_the_key_of_its_server(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    with background(FakePolicy(), ServerConfig(port=0, api_key_file=keys)) as server:
+        source = PolicySource.parse(server.address, LIBERO, config=None, device="auto", api_key_file=keys)
+        with source.load() as policy:
+            assert policy.metadata
+        with pytest.raises(ServerError, match="api_key"):
+            replace(source, api_key_file=None).load()
