@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.12"
+# requires-python = ">=3.12,<3.14"
 # dependencies = ["lerobot[feetech]>=0.6.1", "vla_accel[checkpoints]"]
 #
 # [tool.uv.sources]
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from vla_accel import OptimizedPolicy
+from vla_accel.remote.underrun import Hold
 
 HZ = 30
 
@@ -33,7 +34,8 @@ def observation(robot: Any, task: str) -> dict[str, Any]:
 
 def drive(robot: Any, policy: Any, task: str, seconds: float) -> Any:
     """Send one action per control period and return the runner's report."""
-    with policy.async_runner(hz=HZ) as runner:
+    # The actions are joint positions: if a chunk is late, the arm keeps the last ones.
+    with policy.async_runner(hz=HZ, underrun=Hold(motion_dims=())) as runner:
         runner.start(observation(robot, task))
         tick = time.perf_counter()
         for _ in range(round(seconds * HZ)):

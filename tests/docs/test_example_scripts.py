@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tests.support import groot_folders, tiny_smolvla
 from tests.support.tiny import Kind, write_tiny_checkpoint
 from vla_accel import OptimizedPolicy
 from vla_accel.client import PolicyClient
+from vla_accel.remote.underrun import Hold
 from vla_accel.server import ServerConfig, background
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "docs" / "examples").glob("*.py"))
@@ -57,6 +59,8 @@ def test_a_script_is_short_and_names_what_uv_installs_for_it(path: Path) -> None
     assert len(lines) <= 60 and lines[0] == "# /// script"
     (listed,) = (re.findall(r'"([^"]+)"', line) for line in lines if line.startswith("# dependencies"))
     assert "vla_accel" in {Requirement(one).name for one in listed}
+    (pythons,) = (re.findall(r'"(.+)"', line)[0] for line in lines if line.startswith("# requires-python"))
+    assert "3.13" in SpecifierSet(pythons) and "3.15" not in SpecifierSet(pythons), "torch has no wheel for 3.15"
     assert '# vla_accel = { path = "../..", editable = true }' in lines
 
 
@@ -81,6 +85,17 @@ def test_so101(tmp_path: Path) -> None:
     robot = So101([key.removeprefix("observation.images.") for key in tiny_smolvla.CAMERAS])
     report = example("so101").drive(robot, loaded(tmp_path), "pick up the bowl", seconds=0.2)
     assert report.ticks == 6 and len(robot.sent) == 7 and report.chunks >= 1
+
+
+def test_so101_holds_its_last_position_while_no_chunk_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny_smolvla.write_lerobot(tmp_path)
+    policy, made = loaded(tmp_path), []
+    runner = policy.async_runner
+    monkeypatch.setattr(policy, "async_runner", lambda **settings: made.append(settings) or runner(**settings))
+    robot = So101([key.removeprefix("observation.images.") for key in tiny_smolvla.CAMERAS])
+    example("so101").drive(robot, policy, "pick up the bowl", seconds=0.1)
+    (settings,) = made
+    assert settings["underrun"] == Hold(motion_dims=())
 
 
 def test_droid_client(tmp_path: Path) -> None:
