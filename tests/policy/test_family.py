@@ -195,7 +195,10 @@ def test_components_are_those_of_parts_in_order(folder: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"vision": "native"}, r"expected components of the model \(encoder, head\), got vision"),
+        (
+            {"vision": "native"},
+            r"expected components of the model \(encoder, head\), got vision; remove it, or use .* native",
+        ),
         ({"engines": {"tail": "eager"}}, r"expected components of the model \(encoder, head\), got tail"),
         ({"engines": {"head": "warp"}}, r"engines\.head\.engine: expected one of auto, eager.*, got 'warp'"),
         ({"engines": "native"}, "engines: expected a mapping, got 'native'"),

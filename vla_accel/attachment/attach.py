@@ -256,4 +256,4 @@ def _reader_of(policy: Any, settings: PolicyConfig, preprocessor: Any) -> Reader
         from vla_accel.attachment.openpi import OpenpiReader
 
         return OpenpiReader(policy, settings)
-    raise ConfigError(f"attach: expected a policy of lerobot, or openpi's PI0Pytorch, got a {type(policy).__name__}")
+    raise ConfigError(f"attach: expected a policy of lerobot, or openpi's PI0Pytorch, got {type(policy).__name__}")

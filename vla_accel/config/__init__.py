@@ -326,7 +326,10 @@ class PolicyConfig(Checked):
                 given[part] = given.pop(other)
         others = [name for name in given if name not in parts]
         if others:
-            raise ConfigError(f"engines: expected components of the model ({', '.join(parts)}), got {others[0]}")
+            raise ConfigError(
+                f"engines: expected components of the model ({', '.join(parts)}), got {others[0]}; "
+                f"remove it, or use a configuration without special settings for it, such as native"
+            )
         specs = {name: given.get(name, EngineSpec()) for name in parts}
         if self.native == NativeOptions():
             return specs

@@ -106,7 +106,7 @@ class Reader:
             missing = ", ".join(key for key in self.preset.images if key not in views)
             raise ObservationError(
                 f"observation: expected an image at {missing}, got one at {', '.join(unknown)}; "
-                "if the model never sees that image, name its key in the preset's ignored_images"
+                "if the model does not need that image, remove it, or add its key to ignored_images of the preset"
             )
 
     def _state(self, values: list[Any]) -> np.ndarray:

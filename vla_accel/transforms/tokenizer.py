@@ -326,7 +326,10 @@ def load_line_tokenizer(folder: Path, source: str | None, hub: str, *, apart: bo
     if apart and not path.is_file() and all((place / name).is_file() for name in PIECES):
         return LineTokenizer(place)
     if not path.is_file():
-        hint = ", or put its tokenizer.json into the checkpoint's folder, or name one as checkpoint.tokenizer"
+        hint = (
+            ", or put its tokenizer.json into the checkpoint's folder, or set checkpoint.tokenizer in the configuration"
+            " to a file, a folder or a hub name"
+        )
         if apart:
             return LineTokenizer(files_from_hub(source or hub, PIECES, hint))
         path = _from_hub(source or hub, hint)
