@@ -63,6 +63,22 @@ def test_actions_are_lerobots(tmp_path: Path, variant: str, engine: str) -> None
         assert np.abs(policy.infer(swapped, noise=noise()[0])["actions"] - expected["alone"]).max() > 1e-2
 
 
+def three_cameras(files: dict[str, Any]) -> None:
+    """The camera that lerobot added becomes one of the robot; one of the three may be missing."""
+    inputs = files["config.json"]["input_features"]
+    (added,) = (name for name in inputs if "empty_camera" in name)
+    inputs["observation.images.side"] = inputs.pop(added)
+    files["config.json"]["empty_cameras"] = 1
+
+
+def test_as_many_cameras_may_be_missing_as_in_lerobot(tmp_path: Path) -> None:
+    policy, two = policy_of(write(tmp_path, change=three_cameras)), given()[0]
+    assert policy.infer(two)["actions"].shape == (HORIZON, 7)
+    one = {name: value for name, value in two.items() if "wrist" not in name}
+    with pytest.raises(ObservationError, match=r"expected at most 1 missing cameras .* got 2: .*wrist, .*side"):
+        policy.infer(one)
+
+
 @pytest.mark.parametrize("engine", ["eager", "native"])
 def test_a_previous_chunk_guides_as_in_lerobot(folder: Path, engine: str) -> None:
     policy = policy_of(folder, engine, rtc=RtcConfig(execution_horizon=6, max_guidance_weight=5.0))

@@ -30,7 +30,6 @@ from vla_accel.families.evo1.transforms import Evo1Processor, Gripper, arrangeme
 from vla_accel.families.overrides import check_vocabulary, resized, robot_of, transforms_of
 from vla_accel.nn.intern_vision import InternVisionConfig
 from vla_accel.nn.qwen_language import QwenConfig
-from vla_accel.transforms.robots import Preset
 from vla_accel.transforms.tokenizer import load_line_tokenizer
 
 TOKENIZER = "OpenGVLab/InternVL3-1B-hf"
@@ -83,8 +82,13 @@ def load_folder(
     config = resized(config, settings)
     check_vocabulary(tokenizer, config.language.vocab_size, settings)
     gripper = _gripper(content, saved.preset.action_dim, path)
-    robot = replace(saved, preset=robot_of(_required_cameras(saved.preset, content, path), settings))
-    processor = transforms_of(Evo1Processor, config, robot, tokenizer, settings, config=config, gripper=gripper)
+    spare = _spare_cameras(content, path)
+    preset = saved.preset if spare else replace(saved.preset, optional_images=())
+    robot = replace(saved, preset=robot_of(preset, settings))
+    processor = transforms_of(
+        Evo1Processor, config, robot, tokenizer, settings, config=config, gripper=gripper,
+        most_missing=spare if settings.preset is None else None,
+    )  # fmt: skip
     model, embodiments = Evo1.empty(config), size_of(content, "num_categories", path, 1)
     entry = content.get("default_embodiment_id")
     entry = 0 if entry is None else entry
@@ -94,13 +98,13 @@ def load_folder(
     return fitted(model, weights, recipe, str(folder), "Evo-1", [*_TABLES, *buffers(weights.shapes)]), processor
 
 
-def _required_cameras(robot: Preset, content: Mapping[str, Any], path: Path) -> Preset:
-    """All cameras are required, unless `empty_cameras` allows more to be missing than lerobot added itself."""
+def _spare_cameras(content: Mapping[str, Any], path: Path) -> int:
+    """Return how many cameras may be missing: `empty_cameras`, less those that lerobot added itself."""
     allowed = content.get("empty_cameras", 0)
     if type(allowed) is not int or allowed < 0:
         raise CheckpointError(f"{path}: empty_cameras: expected a whole number of 0 or more, got {allowed!r:.60}")
     added = sum("empty_camera" in name for name in features(content, path)[0])
-    return robot if allowed > added else replace(robot, optional_images=())
+    return max(0, allowed - added)
 
 
 def read_sizes(shapes: Shapes, content: Mapping[str, Any], path: Path) -> Evo1Config:

@@ -60,10 +60,12 @@ class Evo1Processor(ScalingTransforms, PromptTransforms):
     Attributes:
         config: The network's sizes.
         gripper: The gripper's command, if it has two values.
+        most_missing: How many cameras may be missing; None: as many as the preset allows.
     """
 
     config: Evo1Config
     gripper: Gripper | None = None
+    most_missing: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +85,12 @@ class Evo1Processor(ScalingTransforms, PromptTransforms):
 
     def observe(self, observation: Mapping[str, Any]) -> Observed:
         seen = self._reader.read(observation)
+        missing = [key for key in self.preset.images if key not in seen.views]
+        if self.most_missing is not None and len(missing) > self.most_missing:
+            raise ObservationError(
+                f"observation: expected at most {self.most_missing} missing cameras (empty_cameras of config.json, "
+                f"without those that lerobot added), got {len(missing)}: {', '.join(missing)}"
+            )
         images = tuple(to_uint8(image, key) for key, image in seen.views.items())
         sizes = tuple((image.shape[0], image.shape[1]) for image in images)
         kept = all(self._resampling.keeps(*size) for size in sizes)
