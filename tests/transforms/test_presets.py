@@ -236,7 +236,7 @@ def test_at_least_one_camera_is_needed() -> None:
         ({"base": "libero", "state_dim": 10**9}, "state_dim: expected 1 to 4096, got 1000000000"),
         ({"base": "libero", "resize": "nearest"}, "resize: expected one of antialias, bilinear"),
         ({"images": ["a"], "state": ["s"]}, "preset: expected state_dim, action_dim, found images, state"),
-        ({}, "preset: expected images, state, state_dim, action_dim, found nothing"),
+        ({}, "preset: expected images, state, state_dim, action_dim, found nothing; or base: one of "),
     ],
 )
 def test_a_bad_preset_is_named(content: dict[str, Any], message: str) -> None:

@@ -162,6 +162,8 @@ PRESETS: dict[str, Preset] = {
 
 _OTHER_ACTIONS = {"action_dim", "delta_actions"}
 """Fields of a preset from a file that change the base's actions."""
+_NEEDED = {"images", "state", "state_dim", "action_dim"}
+"""Fields that a preset from a file without a base must have."""
 
 # Folders below `assets/`, which openpi names after the data of the statistics.
 BY_ASSET = {
@@ -230,4 +232,6 @@ def preset_from(content: Mapping[str, Any], where: str = "preset") -> Preset:
             fields = {**same, **fields}
         return from_mapping(Preset, fields)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        lacking = base is None and not fields.keys() >= _NEEDED
+        hint = f"; or base: one of {', '.join(PRESETS)}, for the missing fields" if lacking else ""
+        raise ConfigError(f"{where}: {error}{hint}") from error
