@@ -34,7 +34,7 @@ CHARTED = (*BENCHED, "bench_compile_h200", "bench_portable_pi0_h200")
 """README's picture: of each model, and of other projects' code at the same shapes."""
 EVIDENCE = ("openpi_parity_h200", "lerobot_parity_cpu", "libero_paired", "libero_paired_smolvla")
 OTHERS = tuple(f"bench_{kind}_{{gpu}}" for kind in shapes.OTHERS)
-MODEL_RUNS = (*BENCHED, "bench_pi0_fast_h200", *OTHERS, *EVIDENCE)
+MODEL_RUNS = (*BENCHED, "bench_pi0_fast_h200", *OTHERS, "bench_openvla_oft_reference_{gpu}", *EVIDENCE)
 PAIRED = ("libero_paired", "libero_paired_portable_int8", "libero_stress", "libero_stress_elsewhere")
 SUITES = ("libero_spatial_demo", "libero_object_demo")
 

@@ -191,14 +191,29 @@ def _played(pairs: Row) -> Iterator[tuple[str, str]]:
             yield kind, f"{100 * rate['rate']:.1f} % of {rate['episodes']}" + (f" ({warning})" if warning else "")
 
 
-def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping[str, str]) -> dict[str, Any]:
+def _systems(bench: Row) -> dict[str, Row]:
+    """Its rows by system, at its first number of steps."""
+    return {row["system"]: row for row in bench["rows"] if row["steps"] == bench["rows"][0]["steps"]}
+
+
+def _originals(bench: Row) -> dict[str, Row]:
+    """The rows of other projects' code."""
+    return {name: row for name, row in _systems(bench).items() if name.partition("-")[0] in PROJECTS}
+
+
+def _model(
+    bench: Row, compared: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping[str, str]
+) -> dict[str, Any]:
+    """A row; `compared`: the model's run with other projects' code, which may be `bench` itself."""
     model, kind, steps = bench["model"], bench["model"]["kind"], bench["rows"][0]["steps"]
-    found = {row["system"]: row for row in bench["rows"] if row["steps"] == steps}
-    others = {name: row for name, row in found.items() if name.partition("-")[0] in PROJECTS}
+    found, others = _systems(bench), _originals(compared)
     if not others and "eager" in found:
         others = {"ours-eager": found["eager"]}
     count, difference = agreement.get(kind) or (parameters(kind), None)
-    bf16 = found.get("native-bf16", {})
+    bf16, timed = found.get("native-bf16", {}), _systems(compared).get("native-bf16")
+    fp8 = found.get("native-fp8")
+    if fp8 and compared is not bench:
+        fp8 = {**fp8, "speedup": None}  # over another system than the reference
     memory = bf16.get("memory") or {}
     base = min((name for name in others if "eager" in name), key=lambda name: others[name]["median_ms"], default=None)
     return {
@@ -207,10 +222,10 @@ def _model(bench: Row, agreement: Mapping[str, tuple[int, str]], played: Mapping
         "call": f"{plural(model['views'], 'view')}, {model['action_horizon']} actions, {steps_of(kind, steps)}",
         "reference": "; ".join(f"{row['median_ms']:.2f} ({_named(name)})" for name, row in others.items()) or None,
         "ms": bf16.get("median_ms"),
-        "speedup": others[base]["median_ms"] / bf16["median_ms"] if base and bf16 else None,
+        "speedup": others[base]["median_ms"] / timed["median_ms"] if base and timed else None,
         "code": PROJECTS.get(base.partition("-")[0], "eager") if base else None,
-        "bf16": call(found.get("native-bf16")),
-        "fp8": call(found.get("native-fp8")),
+        "bf16": call(timed),
+        "fp8": call(fp8),
         "memory": memory.get("peak_running", memory["total"]) / 1e9 if memory else None,
         "difference": difference,
         "success": played.get(kind),
@@ -228,10 +243,11 @@ def _size(count: int) -> str:
 
 
 def _models(results: Iterable[Row | None]) -> tuple[list[Row], list[dict[str, Any]]]:
-    """The benches among the stored runs, and a row for each, completed from the other runs. None: no run is stored."""
+    """The first bench of each model among the stored runs, and a row for each, completed from the other runs. None: no
+    run is stored."""
     agreement: dict[str, tuple[int, str]] = {}
     played: dict[str, str] = {}
-    benches = []
+    benches: list[Row] = []
     for result in filter(None, results):
         if "policies" in result:
             played |= dict(_played(result))
@@ -239,7 +255,12 @@ def _models(results: Iterable[Row | None]) -> tuple[list[Row], list[dict[str, An
             benches.append(result)
         else:
             agreement |= _agreement(result)
-    return benches, [_model(bench, agreement, played) for bench in benches]
+    by_kind: dict[str, list[Row]] = {}
+    for bench in benches:
+        by_kind.setdefault(bench["model"]["kind"], []).append(bench)
+    compared = (next((bench for bench in runs if _originals(bench)), runs[0]) for runs in by_kind.values())
+    firsts = [runs[0] for runs in by_kind.values()]
+    return firsts, [_model(bench, other, agreement, played) for bench, other in zip(firsts, compared, strict=True)]
 
 
 def _where(benches: Iterable[Row], described: Callable[[Row], str]) -> str:

@@ -237,6 +237,20 @@ def test_a_model_has_one_row_from_all_its_stored_runs() -> None:
     assert second[0] == "SmolVLA (402 M)" and second[2:] == ["1.3 GB", "4.3× over lerobot", "-"]
 
 
+def test_the_reference_of_a_model_may_be_timed_in_a_run_of_its_own() -> None:
+    """The speed-up is that of one run, the other figures are the first run's."""
+    first, other = bench_report(CEILINGS, "eager"), bench_report(CEILINGS, "lerobot-eager")
+    for result in (first, other):
+        result["model"] = {"kind": "smolvla", "views": 2, "action_horizon": 50}
+    first["rows"].append({**first["rows"][0], "system": "native-fp8", "median_ms": 12.0})
+    for row in other["rows"]:
+        row["median_ms"] *= 2 if row["system"] == "lerobot-eager" else 0.5
+    (row,) = cells(shapes.models([first, other]))
+    assert row[1] == "14.00" and row[3] == "17.1× over lerobot"
+    row, *_ = cells(shapes.models_detail([first, other]))
+    assert row[3].startswith("120.00 (lerobot") and row[4].startswith("7.00") and row[5] == "12.00"
+
+
 def test_an_encoder_of_instructions_has_its_times() -> None:
     rows = [
         {"encoder": "ours", "p50_ms": 7.5, "p90_ms": 7.75},
