@@ -143,7 +143,8 @@ def test_a_folder_that_lerobot_names_as_the_tokenizer_is_read(tmp_path: Path) ->
     tokens = load(folder).processor.prepare(observation(prompt="Pick up")).tokens
     assert tokens.tolist() == TOKENIZER.encode("pick up\n", add_bos=True)
     (vlm / "tokenizer.json").unlink()
-    hint = r"put its tokenizer\.json into the checkpoint's folder, or name one as checkpoint\.tokenizer"
+    hint = r"put its tokenizer\.json into the checkpoint's folder, or set checkpoint\.tokenizer in the configuration "
+    hint += "to a file, a folder or a hub name"
     wrong = rf"^tokenizer: expected tokenizer\.json in {vlm}, found none; {hint}$"
     with pytest.raises(CheckpointError, match=wrong):
         load(folder)

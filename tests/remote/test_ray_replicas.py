@@ -54,7 +54,6 @@ def ask(address: str, times: int, prompt: str = "") -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_replicas_on_two_nodes_lose_no_answer_whatever_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_replica, "PLACEMENT_TIMEOUT_S", 20.0)
     with cluster_of({"num_cpus": 1}, {"num_cpus": 1}) as cluster, served(cluster) as server:
         address, nodes = server.address, {node.node_id for node in cluster.worker_nodes}
         answers = ask(address, 4)
@@ -74,6 +73,7 @@ def test_replicas_on_two_nodes_lose_no_answer_whatever_dies(tmp_path: Path, monk
         eventually(lambda: metric(address, "vla_accel_replicas") == 2)
 
         # A node goes: its replica is started where there is room.
+        monkeypatch.setattr(ray_replica, "PLACEMENT_TIMEOUT_S", 20.0)  # of an attempt on the node that is gone
         gone = next(node for node in cluster.worker_nodes if node.node_id == second["node"])
         cluster.remove_node(gone, allow_graceful=False)
         eventually(lambda: len(ask(address, 1)) == sum(server.metrics.counters["replica_deaths"].values()) - 1)
