@@ -313,9 +313,8 @@ class PolicyConfig(Checked):
         if twice:
             raise ConfigError(f"engines.{twice[0]}: configured twice, as field and in engines")
         # Shipped configurations fit every model. Equal fields configure the whole model, whatever its components are.
-        fields = [getattr(self, name) for name in _FIELDS]
-        if fields[0] != EngineSpec() and all(spec == fields[0] for spec in fields):
-            given = {part: fields[0] for part in parts}
+        if len(given) == len(_FIELDS) and all(spec == self.denoise for spec in given.values()):
+            given = dict.fromkeys(parts, self.denoise)
         # A component that the model lacks may have the engine of one that it has.
         kept = {name: spec for name, spec in given.items() if name in parts or name in _INSTEAD.values()}
         given = {name: spec for name, spec in given.items() if name in kept or spec not in kept.values()}
@@ -328,7 +327,7 @@ class PolicyConfig(Checked):
         if others:
             raise ConfigError(
                 f"engines: expected components of the model ({', '.join(parts)}), got {others[0]}; "
-                f"remove it, or use a configuration without special settings for it, such as native"
+                "remove it, or use a configuration without special settings for it, such as native"
             )
         specs = {name: given.get(name, EngineSpec()) for name in parts}
         if self.native == NativeOptions():
